@@ -1,0 +1,69 @@
+"""The `outrider` command: finds the sub-command's module, runs it, and maps user errors to exit 2."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+# Name -> (module, help line). Modules are imported only when asked for: torch is slow to load.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo_command", "train, measure and report a real head on the embedded target"),
+    "target": ("target_command", "fetch the embedded demo target and print its folder"),
+    "generate": ("generate_command", "let the target answer prompts: on-policy training text"),
+    "prepare": ("prepare_command", "store the frozen target's features ahead of training"),
+    "trace": ("trace_command", "record the target's own text and features for scoring"),
+    "eval": ("eval_command", "exact acceptance of heads on a trace, without decoding"),
+    "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
+    "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
+    "toy": ("toy_command", "the four-token language: exact laws beside simulation"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one sub-command; a `ValueError` prints its message and exits with status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if arguments[0] == "--version":
+        print(f"outrider {version('outrider')}")
+        return
+    name, *rest = arguments
+    if name not in COMMANDS:
+        sys.exit(_complain(f"no sub-command called {name!r}; choose one of {', '.join(COMMANDS)}"))
+    module = importlib.import_module(f"outrider.scripts.{COMMANDS[name][0]}")
+    try:
+        module.main(rest)
+    except ValueError as error:
+        if os.environ.get("OUTRIDER_TRACEBACK"):
+            raise
+        sys.exit(_complain(f"outrider {name}: {error}"))
+    except KeyboardInterrupt:
+        print(f"\noutrider {name}: stopped; the same command continues", file=sys.stderr)
+        sys.exit(130)
+
+
+def usage() -> str:
+    """The text of `outrider --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: outrider COMMAND [options]   (each command has --help)",
+            "",
+            *lines,
+            "",
+            "training: accelerate launch train/eagle.py --help",
+            "OUTRIDER_TRACEBACK=1 shows where an error came from.",
+        ]
+    )
+
+
+def _complain(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""One thread, no hub, and GPU tests skipped with a printed count."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    num_gpu = sum("no CUDA device" in str(report.longrepr) for report in skipped)
+    if num_gpu:
+        terminalreporter.write_line(f"GPU tests skipped for want of a CUDA device: {num_gpu}")
