@@ -1,4 +1,4 @@
-"""The `outrider` command: finds the sub-command's module, runs it, and maps user errors to exit 2."""
+"""The `outrider` command: finds the sub-command and runs it; user errors become exit status 2."""
 
 import importlib
 import os
