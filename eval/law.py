@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -129,8 +130,18 @@ class Certificate:
     num_texts: int
 
 
-def emitted_law(run: Round, num_tokens: int, start: Text = ()) -> tuple[Law, Fraction]:
-    """The exact law of the first `num_tokens` after `start`, and the expected calls for them."""
+def emitted_law(
+    run: Round, num_tokens: int, start: Text = (), order: int | None = None
+) -> tuple[Law, Fraction]:
+    """The exact law of the first `num_tokens` after `start`, and the expected calls for them.
+
+    With `order`, a round is enumerated once per last `order` tokens instead of once per text.
+    """
+
+    @cache
+    def branches(text: Text) -> list[tuple[Fraction, Text]]:
+        return list(outcomes(lambda random: run(text, random)))
+
     waiting: dict[Text, Fraction] = {start: Fraction(1)}
     law: dict[Text, Fraction] = defaultdict(Fraction)
     calls = Fraction(0)
@@ -139,7 +150,7 @@ def emitted_law(run: Round, num_tokens: int, start: Text = ()) -> tuple[Law, Fra
         text = min(waiting, key=len)
         chance = waiting.pop(text)
         calls += chance
-        for weight, tokens in outcomes(lambda random, text=text: run(text, random)):
+        for weight, tokens in branches(text if order is None else text[-order:]):
             longer = (text + tokens)[: len(start) + num_tokens]
             if len(longer) == len(start) + num_tokens:
                 law[longer[len(start) :]] += chance * weight
@@ -168,9 +179,11 @@ def distance(one: Law, other: Law) -> Fraction:
     return sum((abs(one.get(t, zero) - other.get(t, zero)) for t in texts), zero) / 2
 
 
-def certify(language: Language, run: Round, num_tokens: int, start: Text = ()) -> Certificate:
-    """Compare the law that rounds emit with the target's own, exactly."""
-    found, calls = emitted_law(run, num_tokens, start)
+def certify(
+    language: Language, run: Round, num_tokens: int, start: Text = (), order: int | None = None
+) -> Certificate:
+    """Compare the law that rounds emit with the target's own, exactly; `order`: `emitted_law`'s."""
+    found, calls = emitted_law(run, num_tokens, start, order)
     wanted = target_law(language, num_tokens, start)
     first_call = outcomes(lambda random: run(start, random))
     return Certificate(
