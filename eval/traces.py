@@ -1,0 +1,343 @@
+"""Trace once, score many: the target's own text with the states that draft heads read.
+
+A trace is a folder: meta.json and shards of rows. Shards appear whole or not at all, so a stopped
+build goes on where it was. N answer tokens, T prompt and answer tokens, F fused features, H hidden
+size, V vocabulary, M most likely tokens.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from outrider.data.sampling import Sampling, process
+from outrider.data.target import Target
+from outrider.eval.policy import OnPolicy, check_text
+
+FORMAT = 1
+_SHARD_ROWS = 16
+_BATCH_TOKENS = 2048
+_CHUNK = 128
+_LIKELIEST = 16
+
+
+class Text(NamedTuple):
+    """A prompt and what the target answered, as token ids."""
+
+    row_id: str
+    kind: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceInfo:
+    """What a trace is a trace of; two traces with equal fields hold the same figures."""
+
+    target: str
+    """Name of the target as the user gave it."""
+    fingerprint: str
+    """Hash of the target's config, weights and tokenizer."""
+    sampling: dict[str, Any]
+    """How the target's logits became the law that the text was drawn from."""
+    layers: tuple[int, ...]
+    """Decoder layers whose inputs are stored, in order."""
+    dtype: str
+    """Precision in which the target ran."""
+    text: str
+    """Hash of row names, prompts and answers."""
+    seed: int | None
+    """Seed that the text was sampled with, where known."""
+    format: int = FORMAT
+    """Layout of the shards."""
+    code: str = ""
+    """Version of this package."""
+
+
+class TraceRow(NamedTuple):
+    """One prompt with its answer; index j of an [N] tensor belongs to answer token j."""
+
+    row_id: str
+    kind: str
+    prompt_length: int
+    ids_T: Tensor
+    aux_TF: Tensor
+    last_TH: Tensor
+    log_normaliser_N: Tensor
+    logprob_N: Tensor
+    entropy_N: Tensor
+    top_ids_NM: Tensor
+    top_logits_NM: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Answer tokens, the prefill's included."""
+        return len(self.ids_T) - self.prompt_length
+
+
+class Trace:
+    """Rows of a finished trace folder, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder; ValueError when it is not a finished trace of this format."""
+        meta = _read_meta(folder)
+        if meta is None or "policy" not in meta:
+            raise ValueError(
+                f"{folder} is not a finished trace (no complete meta.json); build it, or finish it "
+                "with the command that started it: outrider trace"
+            )
+        if meta["info"]["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has trace format {meta['info']['format']}, this version reads {FORMAT}; "
+                "delete the folder and build it again"
+            )
+        self.folder = folder
+        self.info = TraceInfo(**{**meta["info"], "layers": tuple(meta["info"]["layers"])})
+        self.policy = OnPolicy(**meta["policy"])
+        self.sampling = Sampling(**self.info.sampling)
+        self._rows: list[dict[str, Any]] = meta["rows"]
+        self.row_ids = tuple(row["row_id"] for row in self._rows)
+        self.kinds = tuple(row["kind"] for row in self._rows)
+        self.lengths = tuple(row["prompt"] + row["answer"] for row in self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, layers: Sequence[int] | None = None) -> TraceRow:
+        """One row, with the features of `layers` in that order (all stored ones by default)."""
+        row = self._rows[index]
+        with safe_open(self.folder / _shard_name(index // _SHARD_ROWS), "pt") as shard:
+            part = {name: shard.get_tensor(f"{index}.{name}") for name in _TENSORS}
+        return TraceRow(
+            row_id=row["row_id"],
+            kind=row["kind"],
+            prompt_length=row["prompt"],
+            **{**part, "aux_TF": self._pick(part["aux_TF"], layers)},
+        )
+
+    def _pick(self, aux_TF: Tensor, layers: Sequence[int] | None) -> Tensor:
+        if layers is None or tuple(layers) == self.info.layers:
+            return aux_TF
+        missing = [layer for layer in layers if layer not in self.info.layers]
+        if missing:
+            raise ValueError(
+                f"the head reads layers {list(layers)}, the trace {self.folder} holds "
+                f"{list(self.info.layers)}; trace again with --layers {' '.join(map(str, layers))}"
+            )
+        parts = aux_TF.chunk(len(self.info.layers), dim=-1)
+        return torch.cat([parts[self.info.layers.index(layer)] for layer in layers], -1)
+
+
+_TENSORS = (
+    "ids_T",
+    "aux_TF",
+    "last_TH",
+    "log_normaliser_N",
+    "logprob_N",
+    "entropy_N",
+    "top_ids_NM",
+    "top_logits_NM",
+)
+
+
+def build_trace(
+    target: Target,
+    texts: Sequence[Text],
+    folder: Path,
+    *,
+    sampling: Sampling,
+    layers: Sequence[int],
+    seed: int | None = None,
+) -> Trace:
+    """Run the target once over its own text and store what scoring needs.
+
+    A finished folder with the same inputs is reused, an unfinished one is continued. ValueError
+    when the folder holds another trace, or when the text did not come from this target at this
+    sampling (then every figure scored on it would be wrong).
+    """
+    _check_texts(texts, target.vocab_size)
+    info = TraceInfo(
+        target=target.name,
+        fingerprint=target.fingerprint(),
+        sampling=asdict(sampling),
+        layers=tuple(layers),
+        dtype=str(target.embedding_VH.dtype).removeprefix("torch."),
+        text=_hash_texts(texts),
+        seed=seed,
+        code=version("outrider"),
+    )
+    meta = {"info": asdict(info), "rows": [_row_meta(text) for text in texts]}
+    if _is_finished(folder, meta["info"]):
+        return Trace(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "meta.json", meta)
+    policies = []
+    starts = range(0, len(texts), _SHARD_ROWS)
+    for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=len(starts) < 4):
+        shard = folder / _shard_name(start // _SHARD_ROWS)
+        if not shard.exists():
+            _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
+        with safe_open(shard, "pt") as file:
+            policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
+    policy = sum(policies[1:], policies[0])
+    policy.refuse_off_policy(str(folder))
+    _write_json(folder / "meta.json", {**meta, "policy": asdict(policy)})
+    return Trace(folder)
+
+
+def _write_shard(
+    target: Target, texts: Sequence[Text], start: int, info: TraceInfo, path: Path
+) -> None:
+    sampling = Sampling(**info.sampling)
+    tensors: dict[str, Tensor] = {}
+    policy = OnPolicy(is_greedy=sampling.is_greedy)
+    for group in _groups([len(text.prompt_ids) + len(text.answer_ids) for text in texts]):
+        rows = [texts[i] for i in group]
+        lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
+        ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+        for b, row in enumerate(rows):
+            ids_BT[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.answer_ids)
+        # Padding sits on the right, where a causal model cannot see it.
+        captured = target.run(ids_BT, layers=info.layers)
+        for b, (index, row) in enumerate(zip(group, rows, strict=True)):
+            ids_T = ids_BT[b, : lengths[b]]
+            last_TH = captured.last_BTH[b, : lengths[b]]
+            parts, found = _law(target, ids_T, last_TH, len(row.prompt_ids), sampling)
+            parts |= {"ids_T": ids_T, "aux_TF": captured.aux_BTF[b, : lengths[b]]}
+            parts |= {"last_TH": last_TH}
+            name = start + index
+            tensors |= {f"{name}.{key}": part.contiguous().clone() for key, part in parts.items()}
+            policy += found
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"policy": json.dumps(asdict(policy))})
+    temporary.replace(path)
+
+
+def _law(
+    target: Target, ids_T: Tensor, last_TH: Tensor, prompt_length: int, sampling: Sampling
+) -> tuple[dict[str, Tensor], OnPolicy]:
+    """Per answer token, what the target's law said; a chunk of [N, V] at a time."""
+    num = len(ids_T) - prompt_length
+    chunks: list[dict[str, Tensor]] = []
+    policy = OnPolicy(is_greedy=sampling.is_greedy)
+    for first in range(0, num, _CHUNK):
+        places_N = torch.arange(first, min(first + _CHUNK, num)) + prompt_length
+        logits_NV = target.logits(last_TH[places_N - 1]).float()
+        probs_NV = process(
+            logits_NV, sampling, seen(ids_T, places_N, logits_NV.shape[-1], sampling)
+        )
+        ids_N = ids_T[places_N]
+        policy += check_text(logits_NV, probs_NV, ids_N, target.embedding_VH.dtype, sampling)
+        top = logits_NV.topk(min(_LIKELIEST, logits_NV.shape[-1]), dim=-1)
+        chunks.append(
+            {
+                "log_normaliser_N": logits_NV.logsumexp(-1),
+                "logprob_N": probs_NV.gather(-1, ids_N[:, None])[:, 0].log(),
+                "entropy_N": torch.special.entr(probs_NV).sum(-1),
+                "top_ids_NM": top.indices,
+                "top_logits_NM": top.values,
+            }
+        )
+    return {key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}, policy
+
+
+def seen(ids_T: Tensor, places_N: Tensor, vocab_size: int, sampling: Sampling) -> Tensor | None:
+    """Tokens before each place as [N, V] booleans, where a repetition penalty asks for them."""
+    if sampling.repetition_penalty == 1.0:
+        return None
+    seen_NV = torch.zeros(len(places_N), vocab_size, dtype=torch.bool, device=ids_T.device)
+    for n, place in enumerate(places_N.tolist()):
+        seen_NV[n, ids_T[:place]] = True
+    return seen_NV
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Rows of like length, few enough that a padded batch stays small."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    group: list[int] = []
+    for i in order:
+        if group and (len(group) + 1) * lengths[i] > _BATCH_TOKENS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _check_texts(texts: Sequence[Text], vocab_size: int) -> None:
+    if not texts:
+        raise ValueError("no rows to trace; give at least one prompt with an answer")
+    name, count = Counter(text.row_id for text in texts).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"row id {name!r} appears {count} times; make ids unique")
+    for text in texts:
+        if len(text.prompt_ids) < 2 or not text.answer_ids:
+            raise ValueError(
+                f"row {text.row_id!r} has {len(text.prompt_ids)} prompt and "
+                f"{len(text.answer_ids)} answer tokens; a draft head needs at least 2 and 1"
+            )
+        worst = max(text.prompt_ids + text.answer_ids)
+        if worst >= vocab_size:
+            raise ValueError(
+                f"row {text.row_id!r} holds token {worst}, the target has {vocab_size}; "
+                "use text of this target's own tokenizer"
+            )
+
+
+def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
+    """Whether the folder is done; ValueError when it belongs to something else."""
+    meta = _read_meta(folder)
+    if meta is None:
+        return False
+    wanted = json.loads(json.dumps(info))
+    unlike = [
+        f"{key} is {meta['info'].get(key)!r}, asked for {value!r}"
+        for key, value in wanted.items()
+        if meta["info"].get(key) != value
+    ]
+    if unlike:
+        raise ValueError(
+            f"{folder} holds another trace ({'; '.join(unlike)}); delete it or name another folder"
+        )
+    return "policy" in meta
+
+
+def _row_meta(text: Text) -> dict[str, Any]:
+    return {
+        "row_id": text.row_id,
+        "kind": text.kind,
+        "prompt": len(text.prompt_ids),
+        "answer": len(text.answer_ids),
+    }
+
+
+def _hash_texts(texts: Sequence[Text]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(json.dumps(list(text)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    path = folder / "meta.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(path)
