@@ -1,0 +1,86 @@
+"""Where a target's files lie, and where transformers' models keep the parts a draft head needs."""
+
+import inspect
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.data.demo_target import DEMO_TARGET, smollm2_demo
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def find_folder(name: str) -> Path:
+    """The local folder of a target name, fetched first where it has to be."""
+    if name == DEMO_TARGET:
+        return smollm2_demo()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"target folder {name!r} has no config.json; name a model's folder")
+        return path
+    if name.count("/") != 1 or path.is_absolute() or name.startswith("."):
+        raise ValueError(
+            f"target {name!r} is neither {DEMO_TARGET!r}, nor an existing folder, nor a Hub id "
+            f"(owner/name); check the spelling"
+        )
+    return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+
+
+def find_blocks(
+    model: PreTrainedModel, config: PretrainedConfig, name: str
+) -> tuple[nn.Module, nn.ModuleList]:
+    """The decoder and its list of layers: the outermost list as long as the config says."""
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"target {name!r} is an encoder-decoder; draft heads need a decoder-only LM"
+        )
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return module, child
+    raise ValueError(
+        f"target {name!r} ({type(model).__name__}): no list of {num_layers} decoder layers found; "
+        f"only decoder-only language models in transformers' layout can be targets"
+    )
+
+
+def embed_scale(embedding: nn.Module, config: PretrainedConfig) -> float:
+    scale = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        scale = getattr(config, "embedding_multiplier", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def eos_ids(
+    model: PreTrainedModel, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
+    """The ids that end a text, from where generation looks first."""
+    places = (model.generation_config, config, tokenizer)
+    for found in (getattr(place, "eos_token_id", None) for place in places):
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()
+
+
+def tokenizer_size(tokenizer: PreTrainedTokenizerBase | None, rows: int, name: str) -> int:
+    if tokenizer is None:
+        return rows
+    size = 1 + max(tokenizer.get_vocab().values())
+    if size > rows:
+        raise ValueError(
+            f"target {name!r}: the tokenizer makes ids to {size - 1}, the output head has {rows} "
+            f"rows; use the tokenizer this model was trained with"
+        )
+    return size
+
+
+def cache_keyword(decoder: nn.Module) -> str:
+    """`cache`, or `past_key_values` as transformers called it before 5.2x."""
+    return (
+        "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    )

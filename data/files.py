@@ -1,0 +1,34 @@
+"""Files and folders that are there whole or not at all, whoever else is at work or gets killed."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_root() -> Path:
+    """The user's cache folder: $OUTRIDER_CACHE, or ~/.cache/outrider."""
+    return Path(os.environ.get("OUTRIDER_CACHE") or "~/.cache/outrider").expanduser()
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Hold the lock file `path`; another process waits. The system drops it when a holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def settle(path: Path) -> None:
+    """Wait until a file's bytes are on the disk, so that renaming it is safe in a power cut too."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

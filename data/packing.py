@@ -1,0 +1,45 @@
+"""Rows into packs of one size: a row never crosses a pack's end."""
+
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """First-fit, longest first: the rows of each pack, whose lengths sum to `size` at most.
+
+    Deterministic: equal lengths keep their order. First-fit decreasing needs at most 11/9 of the
+    best possible number of packs (Johnson 1973); a tree of free space finds the first fit in
+    O(log n).
+    """
+    for row, length in enumerate(lengths):
+        if not 0 < length <= size:
+            raise ValueError(
+                f"row {row} has {length} tokens, a pack holds 1 to {size}: rows are never split; "
+                f"read rows with a max_length of at most {size}, or raise the pack size"
+            )
+    free = _FirstFit(len(lengths), size)
+    packs: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = free.take(lengths[row])
+        if place == len(packs):
+            packs.append([])
+        packs[place].append(row)
+    return packs
+
+
+class _FirstFit:
+    """The free space of `count` packs; each inner node holds the most that any pack below has."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.width = 1 << max(count - 1, 0).bit_length()
+        self.most = [size] * (2 * self.width)
+
+    def take(self, length: int) -> int:
+        """Use `length` of the first pack that has it; its number."""
+        node = 1
+        while node < self.width:
+            node = 2 * node if self.most[2 * node] >= length else 2 * node + 1
+        place = node - self.width
+        self.most[node] -= length
+        while node := node // 2:
+            self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
+        return place

@@ -1,0 +1,313 @@
+"""The frozen target: its tables, its logits, and the states of explicitly named layers.
+
+A layer id counts as in transformers' `hidden_states`: id i is the state *entering* decoder layer i
+(0 is the embedding). The one difference: id `num_layers` is the last layer's output *before* the
+final norm, where `hidden_states[-1]` is after it; `Captured.last_BTH` is after it.
+
+Letters: B rows, T positions, N positions of any rows, H hidden size, F captured layers times H,
+V rows of the output head.
+"""
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from outrider.data.anatomy import (
+    MODEL_FILES,
+    cache_keyword,
+    embed_scale,
+    eos_ids,
+    find_blocks,
+    find_folder,
+    tokenizer_size,
+)
+
+
+class Captured(NamedTuple):
+    """States of one forward pass of the target."""
+
+    aux_BTF: Tensor
+    """The asked-for layers' states side by side, in the order asked."""
+    last_BTH: Tensor
+    """After the final norm: what the output head reads."""
+
+
+class _Enough(Exception):  # noqa: N818  (a signal, not an error)
+    """Leaves the forward pass once the deepest wanted layer is reached."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """A causal language model, frozen in eval mode, and the tables a draft head shares."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    config: PretrainedConfig
+    """The text config: nested ones are unwrapped."""
+    decoder: nn.Module
+    blocks: nn.ModuleList
+    """The decoder layers."""
+    embedding_VH: Tensor
+    embed_scale: float
+    """What the target multiplies an embedding row by (Gemma: the root of the hidden size)."""
+    output_VH: Tensor
+    softcap: float | None
+    """Logits are `softcap * tanh(logits / softcap)` where set."""
+    eos_ids: tuple[int, ...]
+    tokenizer_size: int
+    """One more than the largest id the tokenizer makes; the tables may be padded beyond it."""
+    folder: Path | None = None
+    """Where the files lie, for targets that were loaded from files."""
+    cache_keyword: str = field(default="cache", repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.blocks)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the states."""
+        return self.output_VH.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, padding included."""
+        return self.output_VH.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision the target runs in."""
+        return self.output_VH.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs."""
+        return self.output_VH.device
+
+    @classmethod
+    def load(
+        cls, name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Load `smollm2-demo`, a local folder, or a Hub id."""
+        folder = find_folder(name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"target {name!r} does not load as a causal language model: {error}; "
+                f"name a decoder-only model's folder or Hub id"
+            ) from error
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return cls.from_model(model.to(device), tokenizer, name=name, folder=folder)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str = "in-memory",
+        folder: Path | None = None,
+    ) -> Self:
+        """Wrap a model that is already built; it is frozen and checked with one tiny pass."""
+        model.eval().requires_grad_(requires_grad=False)
+        config = model.config.get_text_config(decoder=True)
+        decoder, blocks = find_blocks(model, config, name)
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if embedding is None or output is None:
+            raise ValueError(f"target {name!r} has no output head; load it as a causal LM")
+        if getattr(output, "bias", None) is not None:
+            raise ValueError(f"target {name!r} has a bias on its output head; not supported")
+        cap = getattr(config, "final_logit_softcapping", None)
+        target = cls(
+            name=name,
+            model=model,
+            tokenizer=tokenizer,
+            config=config,
+            decoder=decoder,
+            blocks=blocks,
+            embedding_VH=embedding.weight.detach(),
+            embed_scale=embed_scale(embedding, config),
+            output_VH=output.weight.detach(),
+            softcap=None if cap is None else float(cap),
+            eos_ids=eos_ids(model, config, tokenizer),
+            tokenizer_size=tokenizer_size(tokenizer, output.weight.shape[0], name),
+            folder=folder,
+            cache_keyword=cache_keyword(decoder),
+        )
+        _check_tables(target)
+        return target
+
+    def run(
+        self,
+        ids_BT: Tensor,
+        *,
+        layers: Sequence[int] = (),
+        position_ids: Tensor | None = None,
+        attention_mask: object = None,
+        cache: object = None,
+    ) -> Captured:
+        """One pass of the decoder without the output head; only `layers` are kept.
+
+        `attention_mask` and `cache` go to the decoder as they are.
+        """
+        layers = check_layers(layers, self.num_layers)
+        settings: dict[str, object] = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
+        if cache is not None:
+            settings[self.cache_keyword] = cache
+        with torch.no_grad(), self._capture(ids_BT, layers) as aux_BTF:
+            output = self.decoder(input_ids=ids_BT, use_cache=cache is not None, **settings)
+        last_BTH = output.last_hidden_state
+        return Captured(aux_BTF[0] if aux_BTF else last_BTH.new_empty(*ids_BT.shape, 0), last_BTH)
+
+    def run_inner(self, ids_BT: Tensor, *, layers: Sequence[int]) -> Tensor:
+        """`run(...).aux_BTF` alone; layers deeper than the deepest of `layers` never run."""
+        layers = check_layers(layers, self.num_layers)
+        if not layers:
+            raise ValueError("layers is empty; name at least one layer to capture")
+
+        def stop(*_: object) -> None:
+            raise _Enough
+
+        deepest = max(layers)
+        with torch.no_grad(), self._capture(ids_BT, layers) as aux_BTF, ExitStack() as stack:
+            if deepest < self.num_layers:  # registered last, so it fires after the capture
+                hook = self.blocks[deepest].register_forward_pre_hook(stop)
+            else:
+                hook = self.blocks[-1].register_forward_hook(stop)
+            stack.callback(hook.remove)
+            try:
+                self.decoder(input_ids=ids_BT, use_cache=False)
+            except _Enough:
+                return aux_BTF[0]
+        raise AssertionError("the decoder ended without reaching the deepest layer")
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Logits [N, V] of states after the final norm, in the target's precision."""
+        logits_NV = linear(hidden_NH.to(self.dtype), self.output_VH)
+        if self.softcap is None:
+            return logits_NV
+        return torch.tanh(logits_NV / self.softcap) * self.softcap
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config, weights and tokenizer: of the files, or of a model in memory."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        if self.folder is not None:
+            found = {p for pattern in MODEL_FILES for p in self.folder.glob(pattern)}
+            for path in sorted(found):
+                digest.update(f"\n{path.name}\n".encode())
+                with path.open("rb") as file:
+                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            return digest.hexdigest()
+        digest.update(self.model.config.to_json_string().encode())
+        for key, value in self.model.state_dict().items():
+            digest.update(f"\n{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        if self.tokenizer is not None:
+            digest.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
+            digest.update(repr(self.tokenizer.chat_template).encode())
+        return digest.hexdigest()
+
+    @contextmanager
+    def _capture(self, ids_BT: Tensor, layers: tuple[int, ...]) -> Generator[list[Tensor]]:
+        """Hooks copy each wanted state into its slice at once: no in-place residual spoils it."""
+        kept: list[Tensor] = []
+
+        def keep(slot: int, hidden_BTH: Tensor) -> None:
+            width = hidden_BTH.shape[-1]
+            if not kept:
+                kept.append(hidden_BTH.new_empty(*ids_BT.shape, len(layers) * width))
+            kept[0][..., slot * width : (slot + 1) * width] = hidden_BTH
+
+        with ExitStack() as stack:
+            for slot, layer in enumerate(layers):
+                stack.callback(_hook(self.blocks, layer, slot, keep).remove)
+            yield kept
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's three layers: an early, the middle, and a late one."""
+    layers = (2, num_layers // 2, num_layers - 3)
+    if not layers[0] < layers[1] < layers[2]:
+        raise ValueError(
+            f"num_layers is {num_layers}: EAGLE-3's default layers would be {layers}, not three "
+            f"distinct ones in order (from 7 layers on they are); name the layers explicitly"
+        )
+    return layers
+
+
+def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The layer ids as a tuple, refused when out of range or repeated."""
+    wrong = [layer for layer in layers if not 0 <= layer <= num_layers]
+    if wrong:
+        raise ValueError(
+            f"layers holds {wrong}; this target has ids 0 (the embedding) to {num_layers} "
+            f"(the last layer's output before the final norm): leave those out"
+        )
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"layers is {tuple(layers)}; name each layer once")
+    return tuple(layers)
+
+
+def _hook(
+    blocks: nn.ModuleList, layer: int, slot: int, keep: Callable[[int, Tensor], None]
+) -> torch.utils.hooks.RemovableHandle:
+    if layer < len(blocks):
+
+        def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            keep(slot, args[0] if args else kwargs["hidden_states"])
+
+        return blocks[layer].register_forward_pre_hook(before, with_kwargs=True)
+
+    def after(_: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        keep(slot, output if isinstance(output, Tensor) else output[0])
+
+    return blocks[-1].register_forward_hook(after)
+
+
+def _check_tables(target: Target) -> None:
+    """One tiny pass: causal, and the logits follow from the tables as `logits` computes them."""
+    ids_BT = (torch.arange(4, device=target.device) % target.vocab_size).repeat(2, 1)
+    ids_BT[1, -1] = (ids_BT[1, -1] + 1) % target.vocab_size
+    last_BTH = target.run(ids_BT).last_BTH
+    with torch.no_grad():
+        logits_BTV = target.model(input_ids=ids_BT, use_cache=False).logits
+    slack = min(64 * torch.finfo(target.dtype).eps, 0.03)
+    if not _close(last_BTH[0, :3], last_BTH[1, :3], slack):
+        raise ValueError(
+            f"target {target.name!r} is not causal: a later token changes earlier states; "
+            f"only left-to-right language models can be targets"
+        )
+    if not _close(target.logits(last_BTH), logits_BTV, slack):
+        raise ValueError(
+            f"target {target.name!r} ({type(target.model).__name__}): its logits are not output "
+            f"head times last state (with soft cap); other scaled or biased heads are not supported"
+        )
+
+
+def _close(ours: Tensor, theirs: Tensor, slack: float) -> bool:
+    return bool((ours - theirs).abs().max() <= slack * theirs.abs().max().clamp(min=1e-9))
