@@ -1,0 +1,81 @@
+"""Published layouts of draft heads: write, read, and what each engine assumes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.heads.config import EagleConfig, Tables
+from outrider.heads.eagle import EagleHead
+from outrider.heads.formats import native, speculators
+from outrider.heads.formats.files import check_tensors, read_folder, write_folder
+
+__all__ = ["load_head", "save_head"]
+
+
+def save_head(
+    head: EagleHead,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a head in the native layout, whole or not at all; returns the folder.
+
+    dtype is that of the float tensors (the head's own when left out). provenance (target name and
+    hash, recipe) goes under config.json's `outrider` key, beside the head's settings.
+    """
+    dtype = dtype or head.fc.weight.dtype
+    config = native.config_json(head.config, dtype, provenance or {})
+    write_folder(Path(folder), config, native.tensors(head, dtype))
+    return Path(folder)
+
+
+def load_head(
+    folder: str | Path,
+    tables: Tables,
+    dtype: torch.dtype = torch.float32,
+    max_length: int | None = None,
+) -> EagleHead:
+    """Read a head in the native or speculators' layout, attached to its target's tables.
+
+    max_length is the longest context it will see; only heads with a sliding window ask for it.
+    """
+    values, found = read_folder(Path(folder))
+    if speculators.is_speculators(values):
+        config = speculators.read_config(values, found, tables, max_length)
+    else:
+        config = native.read_config(values, found, tables)
+    named = native.rename(found, config)
+    named = _complete(named, config, str(folder))
+    draft_ids_W = None
+    if config.is_reduced:
+        draft_ids_W = named["d2t"] + torch.arange(config.draft_vocab_size)
+    head = EagleHead(config, draft_ids_W)
+    check_tensors(named, head.state_dict(), str(folder))
+    head.load_state_dict(named)
+    return head.to(dtype).attach(tables)
+
+
+def _complete(named: dict[str, Tensor], config: EagleConfig, where: str) -> dict[str, Tensor]:
+    """Check the maps; t2d follows from d2t, so engines ignore it and files may leave it out."""
+    if not config.is_reduced:
+        return named
+    shape = (config.draft_vocab_size,)
+    offset_W = named.get("d2t")
+    if offset_W is None or offset_W.shape != shape or offset_W.dtype != torch.int64:
+        have = "absent" if offset_W is None else f"{offset_W.dtype} {list(offset_W.shape)}"
+        raise ValueError(
+            f"{where}: d2t is {have}; a draft vocabulary of {config.draft_vocab_size} out of "
+            f"{config.vocab_size} needs int64 {list(shape)}, or ids would be taken for target ids"
+        )
+    ids_W = offset_W + torch.arange(shape[0])
+    if int(ids_W.min()) < 0 or int(ids_W.max()) >= config.vocab_size:
+        raise ValueError(f"{where}: d2t leads to ids outside 0..{config.vocab_size - 1}")
+    derived_V = torch.zeros(config.vocab_size, dtype=torch.bool)
+    derived_V[ids_W] = True
+    stored_V = named.setdefault("t2d", derived_V)
+    if stored_V.shape != derived_V.shape or not torch.equal(stored_V.bool(), derived_V):
+        raise ValueError(f"{where}: t2d and d2t name different ids; export the head again")
+    return named

@@ -1,0 +1,126 @@
+"""The decoder layer that draft heads share: published parameter names, plain arithmetic.
+
+Letters: B rows, T new positions, S positions seen, D hidden size, C attention input (D or 2D),
+A query heads, K key-value heads, G query heads per key-value head, E head size.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.heads.config import EagleConfig
+
+QUERY_CHUNK = 512
+
+
+class Norm(nn.Module):
+    """Holds the weight of an RMS norm; `rms_norm` does the arithmetic."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Attention(nn.Module):
+    """Projections of the attention block."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width = (2 if config.kind == "eagle3" else 1) * config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+
+class Mlp(nn.Module):
+    """Projections of the gated MLP."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+
+class Layer(nn.Module):
+    """One decoder layer; EAGLE-1's has no norm before attention, EAGLE-3's has one per input."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+        if config.kind == "eagle3":
+            self.hidden_norm = Norm(config.hidden_size)
+            self.input_layernorm = Norm(config.hidden_size)
+
+
+class Weights(NamedTuple):
+    """The weights of fc and layer in the dtype of computation, cast once for many uses."""
+
+    fc: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    post_norm: Tensor
+    input_norm: Tensor | None
+    hidden_norm: Tensor | None
+    norm: Tensor | None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension, statistics in fp32 or better."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def mlp(x: Tensor, weights: Weights) -> Tensor:
+    """The gated MLP."""
+    return F.linear(F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.up), weights.down)
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[..., A * E] to [..., A, E]."""
+    return x.unflatten(-1, (-1, head_dim))
+
+
+def attend(q_BTAE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped attention of new queries over all keys; returns [B, T, A * E].
+
+    mask is bool, broadcastable to [B, 1, T, S]; None is causal with the queries last. Queries
+    go in chunks, so memory grows with the length and not with its square.
+    """
+    num_new, num_all = q_BTAE.shape[1], key_BKSE.shape[2]
+    out = []
+    for start in range(0, num_new, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, num_new)
+        seen = num_all - num_new + stop if mask is None else num_all
+        if mask is not None:
+            part = mask[..., start:stop, :] if mask.shape[-2] > 1 else mask
+        else:
+            part = q_BTAE.new_ones((stop - start, seen), dtype=torch.bool)
+            part = part.tril(seen - (stop - start))
+        keys, values = key_BKSE[:, :, :seen], value_BKSE[:, :, :seen]
+        out.append(_attend_chunk(q_BTAE[:, start:stop], keys, values, part))
+    return torch.cat(out, dim=1) if len(out) > 1 else out[0]
+
+
+def _attend_chunk(q_BTAE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, mask: Tensor) -> Tensor:
+    rows, num_new, num_heads, size = q_BTAE.shape
+    num_kv = key_BKSE.shape[1]
+    q = (q_BTAE * size**-0.5).unflatten(2, (num_kv, num_heads // num_kv))
+    q_BKXE = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (q_BKXE @ key_BKSE.transpose(2, 3)).unflatten(2, (-1, num_new))
+    wide = mask if mask.dim() == 2 else mask.unsqueeze(1)
+    scores = scores.masked_fill(~wide, float("-inf"))
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    probs = scores.softmax(-1, dtype=exact).to(q.dtype).flatten(2, 3)
+    out = (probs @ value_BKSE).unflatten(2, (-1, num_new))
+    return out.permute(0, 3, 1, 2, 4).reshape(rows, num_new, num_heads * size)

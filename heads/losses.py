@@ -1,0 +1,136 @@
+"""Training objectives as pure functions: a loss per position, its sum and count, nothing hidden.
+
+Every objective takes the draft's logits and the target's probabilities over the same vocabulary
+and returns one loss per row, in fp32 or better. `slope` forms of the same objectives return the
+gradient with respect to the logits as well; heads/fused.py uses them.
+
+Letters: N rows, W draft vocabulary, D feature size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum and the number of positions behind it: add Totals first, divide once."""
+
+    sum: Tensor
+    count: Tensor
+
+    def __add__(self, other: "Total") -> "Total":
+        return Total(self.sum + other.sum, self.count + other.count)
+
+    def mean(self) -> Tensor:
+        """Average per counted position; zero when nothing was counted."""
+        return self.sum / self.count.clamp(min=1)
+
+
+class Slope(NamedTuple):
+    """Losses of rows and their gradient with respect to the logits."""
+
+    loss_N: Tensor
+    grad_NW: Tensor
+
+
+def total(loss_N: Tensor, mask_N: Tensor) -> Total:
+    """Sum over masked-in rows; a masked-out row counts nothing, even when it is not finite."""
+    kept = mask_N.bool()
+    return Total(loss_N.masked_fill(~kept, 0).sum(), kept.sum())
+
+
+def _log_probs(logits_NW: Tensor) -> Tensor:
+    exact = torch.promote_types(logits_NW.dtype, torch.float32)
+    return F.log_softmax(logits_NW, dim=-1, dtype=exact)
+
+
+def _entropy(teacher_NW: Tensor) -> Tensor:
+    return -torch.xlogy(teacher_NW, teacher_NW).sum(-1)
+
+
+def soft_ce(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Cross-entropy from the target's law to the draft's."""
+    return -(teacher_NW * _log_probs(logits_NW)).sum(-1)
+
+
+def kl(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """KL(target, draft): soft_ce less the target's entropy, so zero is perfect."""
+    return soft_ce(logits_NW, teacher_NW) - _entropy(teacher_NW)
+
+
+def reverse_kl(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """KL(draft, target); a token the target excludes costs log of a tiny floor."""
+    log_q = _log_probs(logits_NW)
+    return (log_q.exp() * (log_q - teacher_NW.clamp(min=TINY).log())).sum(-1)
+
+
+def tv(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Total variation distance: exactly one minus the acceptance of rejection sampling."""
+    return 0.5 * (teacher_NW - _log_probs(logits_NW).exp()).abs().sum(-1)
+
+
+def acceptance(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Sum of min(p, q): the chance that a drafted token is accepted."""
+    return torch.minimum(teacher_NW, _log_probs(logits_NW).exp()).sum(-1)
+
+
+def lk_alpha(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Minus log acceptance."""
+    return -acceptance(logits_NW, teacher_NW).clamp(min=TINY).log()
+
+
+def lk_lambda(logits_NW: Tensor, teacher_NW: Tensor, decay: float = 3.0) -> Tensor:
+    """Mix w KL + (1 - w) TV, w = exp(-decay * acceptance) held constant in the gradient."""
+    weight_N = (-decay * acceptance(logits_NW, teacher_NW).detach()).exp()
+    kl_N, tv_N = kl(logits_NW, teacher_NW), tv(logits_NW, teacher_NW)
+    return weight_N * kl_N + (1 - weight_N) * tv_N
+
+
+OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "soft_ce": soft_ce,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "tv": tv,
+    "lk_alpha": lk_alpha,
+    "lk_lambda": lk_lambda,
+}
+
+
+def objective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The objective of that name."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective is {name!r}; choose one of {', '.join(sorted(OBJECTIVES))}")
+    return OBJECTIVES[name]
+
+
+def slope(name: str, logits_NW: Tensor, teacher_NW: Tensor) -> Slope:
+    """Loss and its gradient by autograd, for objectives without a closed form worth the lines."""
+    with torch.enable_grad():
+        logits = logits_NW.detach().requires_grad_()
+        loss_N = objective(name)(logits, teacher_NW)
+        (grad_NW,) = torch.autograd.grad(loss_N.sum(), logits)
+    return Slope(loss_N.detach(), grad_NW)
+
+
+def smooth_l1(predicted_ND: Tensor, state_ND: Tensor) -> Tensor:
+    """EAGLE-1's feature loss: smooth L1 with threshold 1, averaged over channels, per row."""
+    exact = torch.promote_types(predicted_ND.dtype, torch.float32)
+    loss_ND = F.smooth_l1_loss(predicted_ND.to(exact), state_ND.to(exact), reduction="none")
+    return loss_ND.mean(-1)
+
+
+def feature_noise(state_BTD: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """EAGLE-1's augmentation: uniform noise in +-0.1 times 512 / T (EAGLE's train/main.py).
+
+    T is the row length, so shorter rows are disturbed more.
+    """
+    noise = torch.rand(state_BTD.shape, generator=generator, device=state_BTD.device)
+    scaled = (noise - 0.5) * 0.2 * 512 / state_BTD.shape[1]
+    return state_BTD + scaled.to(state_BTD.dtype)
