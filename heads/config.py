@@ -1,40 +1,15 @@
-"""Geometry of an EAGLE head, derived from its target's config and checked; saved with the weights.
-
-Letters: V target vocabulary, H target hidden size.
-"""
+"""Geometry of an EAGLE head, derived from its target's config, checked, saved with the weights."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.heads.rope import rope_settings, rotary
 
 KINDS = ("eagle3", "eagle1")
-
-
-class Tables(NamedTuple):
-    """What a head borrows from its frozen target. Build it with keywords."""
-
-    embedding_VH: Tensor
-    """Input embedding rows, unscaled: engines share the rows with the draft, not a scale."""
-    output_VH: Tensor
-    """Rows of the target's output head (the embedding rows when tied)."""
-    tokenizer_size: int
-    """Ids at or above it are padding and are never proposed."""
-    num_layers: int
-    """Decoder layers of the target, which resolves default feature layers."""
-    norm_H: Tensor | None = None
-    """Weight of the target's final norm; a new EAGLE-3 head starts its own norm from it."""
-    embed_scale: float = 1.0
-    """The target's own factor on embeddings; recorded, not applied (see embedding_VH)."""
-    logit_scale: float = 1.0
-    """The target's factor on logits."""
-    softcap: float | None = None
-    """The target's tanh cap on logits."""
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -187,7 +162,7 @@ class EagleConfig:
         hidden_size: int | None = None,
         intermediate_size: int | None = None,
         max_position_embeddings: int | None = None,
-        **flags: bool,
+        **flags: Any,  # noqa: ANN401 - checked by the constructor
     ) -> "EagleConfig":
         """Geometry for a target given as its transformers config or the dictionary of one.
 
@@ -232,7 +207,8 @@ class EagleConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown head settings {unknown}; known are {sorted(known)}")
-        return cls(**{**values, "aux_layers": tuple(values.get("aux_layers", ()))})
+        settings: dict[str, Any] = {**values, "aux_layers": tuple(values.get("aux_layers", ()))}
+        return cls(**settings)
 
 
 def text_config(target: PreTrainedConfig | Mapping[str, Any]) -> dict[str, Any]:

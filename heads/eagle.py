@@ -10,16 +10,17 @@ D draft hidden size, V target vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.heads.cache import HeadCache
-from outrider.heads.config import EagleConfig, Tables
+from outrider.heads.config import EagleConfig
 from outrider.heads.layers import Layer, Norm, Weights, attend, mlp, rms_norm, split_heads
 from outrider.heads.rope import cos_sin, rotary, rotate
+from outrider.heads.tables import Tables, bend, leading_directions, to_device
 from outrider.heads.vocab import check_draft_ids, offsets, selected
 
 
@@ -29,7 +30,7 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        width, eps_layers = config.hidden_size, len(config.aux_layers)
+        width, num_layers = config.hidden_size, len(config.aux_layers)
         self.tables: Tables | None = None
         self._rotary = rotary(config.rope, config.head_dim)
         self._cast: dict[torch.dtype, Tensor] = {}
@@ -41,12 +42,12 @@ class EagleHead(nn.Module):
             self.fc = nn.Linear(2 * width, width, bias=False)
             self.layers = nn.ModuleList([Layer(config)])
         else:
-            self.fc = nn.Linear(eps_layers * config.target_hidden_size, width, bias=False)
+            self.fc = nn.Linear(num_layers * config.target_hidden_size, width, bias=False)
             self.midlayer = Layer(config)
             self.norm = Norm(width)
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = Norm(eps_layers * config.target_hidden_size)
+            self.input_norm = Norm(num_layers * config.target_hidden_size)
         if config.fc_norm:
             norms = [Norm(config.target_hidden_size) for _ in config.aux_layers]
             self.fc_norm = nn.ModuleList(norms)
@@ -57,7 +58,8 @@ class EagleHead(nn.Module):
         if not config.is_reduced:
             if draft_ids_W is not None:
                 raise ValueError("draft ids given for a full draft vocabulary; leave them out")
-            self.register_buffer("_all_ids", torch.arange(config.vocab_size), persistent=False)
+            ids_V = torch.arange(config.vocab_size)
+            self._all_ids = nn.Buffer(ids_V, persistent=False)
             return
         if draft_ids_W is None:
             raise ValueError(
@@ -65,8 +67,8 @@ class EagleHead(nn.Module):
                 "draft ids are given; choose them with outrider.heads.vocab.choose"
             )
         check_draft_ids(draft_ids_W, config)
-        self.register_buffer("d2t", offsets(draft_ids_W))
-        self.register_buffer("t2d", selected(draft_ids_W, config.vocab_size))
+        self.d2t = nn.Buffer(offsets(draft_ids_W))
+        self.t2d = nn.Buffer(selected(draft_ids_W, config.vocab_size))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -76,6 +78,27 @@ class EagleHead(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             elif isinstance(module, Norm):
                 nn.init.ones_(module.weight)
+
+    @torch.no_grad()
+    def start_from_target(self) -> Self:
+        """Begin a new head close to its target; call it once, after attach, before training.
+
+        EAGLE-3's output head starts as the target's rows of the draft vocabulary and its norm as
+        the target's. A narrower draft starts from the leading directions of the target's tables.
+        """
+        if self.config.kind == "eagle1":
+            return self
+        tables, width = self.lent(), self.config.hidden_size
+        rows = tables.output_VH[self.draft_ids_W].to(self.lm_head.weight.dtype)
+        if width != self.config.target_hidden_size:
+            basis_HD = leading_directions(tables.embedding_VH, width)
+            own = tables.embedding_VH.to(basis_HD.dtype) @ basis_HD
+            self.embed_tokens.weight.copy_(own)
+            rows = rows.to(basis_HD.dtype) @ leading_directions(tables.output_VH, width)
+        elif tables.norm_H is not None:
+            self.norm.weight.copy_(tables.norm_H)
+        self.lm_head.weight.copy_(rows)
+        return self
 
     # Tables of the target
 
@@ -88,7 +111,7 @@ class EagleHead(nn.Module):
                 f"the target's output head is {rows} x {width} but this head was made for "
                 f"{config.vocab_size} x {config.target_hidden_size}; pair it with its own target"
             )
-        self.tables = _to_device(tables, self.fc.weight.device)
+        self.tables = to_device(tables, self.fc.weight.device)
         self._cast = {}
         return self
 
@@ -281,18 +304,3 @@ class EagleHead(nn.Module):
         probs_NV = probs_NW.new_zeros((*probs_NW.shape[:-1], self.config.vocab_size))
         probs_NV[..., self.draft_ids_W] = probs_NW
         return probs_NV
-
-
-def bend(logits: Tensor, tables: Tables) -> Tensor:
-    """The target's own scale and tanh cap on logits."""
-    logits = logits if tables.logit_scale == 1.0 else logits * tables.logit_scale
-    if tables.softcap is None:
-        return logits
-    return tables.softcap * torch.tanh(logits / tables.softcap)
-
-
-def _to_device(tables: Tables, device: torch.device) -> Tables:
-    def moved(x: Any) -> Any:  # noqa: ANN401 - tensors move, numbers and None stay
-        return x.detach().to(device) if isinstance(x, Tensor) else x
-
-    return Tables(*[moved(x) for x in tables])

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.heads.config import Tables
-from outrider.heads.eagle import EagleHead, bend
+from outrider.heads.eagle import EagleHead
 from outrider.heads.losses import Slope, objective, slope
+from outrider.heads.tables import Tables, bend
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits formed at a time: 1,024 rows of a draft vocabulary of 8,192."""

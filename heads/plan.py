@@ -109,7 +109,8 @@ def _blocks(row_N: Tensor, start_M: Tensor) -> tuple[Block, ...]:
     """Rows of one document at a time, at most BLOCK_ROWS of them."""
     start_N = start_M[row_N]
     _, counts = torch.unique_consecutive(start_N, return_counts=True)
-    blocks, begin = [], 0
+    blocks: list[Block] = []
+    begin = 0
     for count in counts.tolist():
         for first in range(begin, begin + count, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, begin + count)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig, Tables
+from outrider.heads.config import EagleConfig
 from outrider.heads.eagle import EagleHead
 from outrider.heads.formats import native, speculators
 from outrider.heads.formats.files import check_tensors, read_folder, write_folder
+from outrider.heads.tables import Tables
 
 __all__ = ["load_head", "save_head"]
 

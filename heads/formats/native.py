@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig, Tables, default_aux_layers
+from outrider.heads.config import EagleConfig, default_aux_layers
 from outrider.heads.eagle import EagleHead
 from outrider.heads.rope import rope_settings
+from outrider.heads.tables import Tables
 
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "eagle1": "LlamaForCausalLMEagle"}
 EAGLE1_NAMES = ("LlamaForCausalLMEagle", "LlamaForCausalLM", "EagleLlamaForCausalLM")
@@ -57,7 +58,11 @@ def config_json(
 def _rope_keys(config: EagleConfig) -> dict[str, Any]:
     """Rotary settings in the old flat style and in the new one."""
     rope = dict(config.rope)
-    keys = {"rope_theta": rope["rope_theta"], "rope_parameters": rope, "rope_scaling": None}
+    keys: dict[str, Any] = {
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "rope_scaling": None,
+    }
     if rope["partial_rotary_factor"] != 1.0:
         keys["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope["rope_type"] != "default":
@@ -138,7 +143,7 @@ def _foreign_config(
         layers = [layer + 1 for layer in inner[LAYER_IDS]]
     if kind == "eagle3" and layers is None:
         layers = default_aux_layers(tables.num_layers)
-    flags = {name: bool(values.get(name) or inner.get(name)) for name in FLAGS}
+    flags: dict[str, Any] = {name: bool(values.get(name) or inner.get(name)) for name in FLAGS}
     return EagleConfig(
         kind=kind,
         **geometry(values),

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig, Tables, default_aux_layers
+from outrider.heads.config import EagleConfig, default_aux_layers
 from outrider.heads.formats.native import FLAGS, LAYER_IDS, geometry
+from outrider.heads.tables import Tables
 
 
 def is_speculators(values: Mapping[str, Any]) -> bool:
@@ -34,6 +35,7 @@ def read_config(
     window = _window(layer, max_length)
     rows, width = tables.output_VH.shape
     layers = values.get(LAYER_IDS) or default_aux_layers(tables.num_layers)
+    flags: dict[str, Any] = {name: bool(values.get(name, False)) for name in FLAGS}
     return EagleConfig(
         kind="eagle3",
         **geometry(layer),
@@ -44,7 +46,7 @@ def read_config(
         num_target_layers=tables.num_layers,
         aux_layers=tuple(layers),
         own_embedding="embed_tokens.weight" in found,
-        **{name: bool(values.get(name, False)) for name in FLAGS},
+        **flags,
         extra={} if window is None else {"sliding_window": window},
     )
 

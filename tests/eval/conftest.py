@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.sampling import Sampling, Stream, draw_rows, process, uniform
 from outrider.data.target import Target
+from outrider.eval.link import tables
 from outrider.eval.traces import Text
-from outrider.heads.config import EagleConfig, Tables
-from outrider.heads.eagle import EagleHead
+from outrider.heads import EagleConfig, EagleHead
 
 VOCAB, EOS, LAYERS = 61, 3, (1, 3, 5)
 
@@ -83,22 +83,13 @@ def sampled_texts(make_texts: MakeTexts) -> list[Text]:
     return make_texts(Sampling(temperature=1.0), 40)
 
 
-def tables_of(target: Target) -> Tables:
-    return Tables(
-        embedding_VH=target.embedding_VH,
-        output_VH=target.output_VH,
-        tokenizer_size=target.tokenizer_size,
-        num_layers=target.num_layers,
-    )
-
-
 @pytest.fixture(scope="session")
 def tiny_head(tiny_target: Target, sampled_texts: list[Text]) -> EagleHead:
     torch.manual_seed(1)
     config = EagleConfig.from_target(
         tiny_target.config, aux_layers=LAYERS, draft_vocab_size=48, tokenizer_size=VOCAB
     )
-    head = EagleHead(config, torch.arange(3, 51)).attach(tables_of(tiny_target))
+    head = EagleHead(config, torch.arange(3, 51)).attach(tables(tiny_target))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
     rows = [torch.tensor(text.prompt_ids + text.answer_ids) for text in sampled_texts]
     ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
