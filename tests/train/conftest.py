@@ -1,0 +1,91 @@
+"""A tiny real target in a folder, rows of random tokens, and runs over them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.train.eagle import main
+
+VOCAB, TOKENIZER = 128, 97
+Rows = list[dict[str, object]]
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 8 layers and hidden size 32, tied, with padding rows past its tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, TOKENIZER)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def random_rows(seed: int, lengths: list[int], *, low: int = 2, high: int = 60) -> Rows:
+    """Rows of random tokens whose answers take about half."""
+    made = torch.Generator().manual_seed(seed)
+    rows: Rows = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(low, high, (length,), generator=made).tolist()
+        cut = int(torch.randint(2, max(3, length - 1), (1,), generator=made))
+        rows.append(
+            {"id": f"r{number}", "input_ids": ids, "loss_mask": [0] * cut + [1] * (length - cut)}
+        )
+    return rows
+
+
+def write_rows(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    """28 rows that pack into 7 of 64 positions or so."""
+    return write_rows(tmp_path / "rows.jsonl", random_rows(1, [16, 12, 20, 9] * 7))
+
+
+@pytest.fixture
+def train(tmp_path: Path, target_folder: Path, rows_file: Path) -> Callable[..., Path]:
+    """Runs main with the tiny target; returns the output folder."""
+
+    def run(*flags: str, output: str = "run", data: Path = rows_file) -> Path:
+        folder = tmp_path / output
+        given = {
+            "target": target_folder,
+            "data": data,
+            "output": folder,
+            "device": "cpu",
+            "max-length": 64,
+            "unroll-steps": 2,
+            "lr": 3e-3,
+            "log-every": 3,
+        }
+        main([*(word for name in given for word in (f"--{name}", str(given[name]))), *flags])
+        return folder
+
+    return run

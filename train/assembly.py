@@ -1,0 +1,209 @@
+"""From settings to the parts of a run: target, rows, vocabulary, head, features, batches."""
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from outrider.data.batches import Batches, Features
+from outrider.data.rows import Counts, Reading, Row, read_rows
+from outrider.data.store import FeatureStore, OnlineFeatures
+from outrider.data.target import Target
+from outrider.eval.link import tables
+from outrider.heads import EagleConfig, EagleHead
+from outrider.heads.formats import load_head, save_head
+from outrider.train import preflight
+from outrider.train.objectives import EagleTask
+from outrider.train.parts import Parts, Score
+from outrider.train.settings import Settings, identity
+from outrider.train.validate import heldout_trace, judge
+from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """What is known before any feature is computed."""
+
+    settings: Settings
+    target: Target
+    rows: list[Row]
+    counts: Counts
+    vocabulary: Vocabulary | None
+    head: EagleHead
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the target whose states are features; none for EAGLE-1."""
+        return self.head.config.aux_layers
+
+    @property
+    def store_folder(self) -> Path:
+        """Where features are kept."""
+        given = self.settings.data.store
+        return Path(given) if given else Path(self.settings.run.output).parent / "features"
+
+
+def lay_ground(settings: Settings, device: torch.device) -> Ground:
+    """Load the target, read the rows, choose the vocabulary and make the head."""
+    data = settings.data
+    dtype = DTYPES[settings.target.target_dtype]
+    target = Target.load(settings.target.target, dtype=dtype, device=device)
+    reading = Reading(
+        max_length=data.max_length,
+        policy=data.on_long,
+        limit_tokens=data.max_tokens,
+        max_unsupervised=data.max_unsupervised,
+    )
+    rows, counts = read_rows(data.data, target, reading)
+    vocabulary, head = make_head(settings, target, rows)
+    preflight.check_head(head, target)
+    return Ground(
+        settings=settings,
+        target=target,
+        rows=rows,
+        counts=counts,
+        vocabulary=vocabulary,
+        head=head.to(device),
+    )
+
+
+def make_head(
+    settings: Settings, target: Target, rows: Sequence[Row]
+) -> tuple[Vocabulary | None, EagleHead]:
+    """A fresh head, or the one to start from, with its draft vocabulary."""
+    choice = settings.head
+    torch.manual_seed(settings.run.seed)
+    old = load_head(Path(choice.init), tables(target)) if choice.init else None
+    if old is not None and not choice.rebuild_vocab:
+        preflight.check_warm_start(old.config, choice)
+        return None, old
+    vocabulary = None
+    if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
+        vocabulary = choose_vocabulary(
+            (row.ids[row.mask] for row in rows),
+            choice.draft_vocab,
+            vocab_size=target.vocab_size,
+            tokenizer_size=target.tokenizer_size,
+            always=safe_ids(target.tokenizer, target.eos_ids),
+        )
+    config = EagleConfig.from_target(
+        target.config,
+        kind=choice.head,
+        tokenizer_size=target.tokenizer_size,
+        draft_vocab_size=choice.draft_vocab,
+        aux_layers=choice.aux_layers,
+        hidden_size=choice.head_hidden,
+        intermediate_size=choice.head_intermediate,
+        max_position_embeddings=choice.max_positions,
+        norm_before_residual=choice.norm_before_residual,
+        norm_before_fc=choice.norm_before_fc,
+        fc_norm=choice.fc_norm,
+        norm_output=choice.norm_output,
+    )
+    head = EagleHead(config, vocabulary.draft_ids_W if vocabulary else None).attach(tables(target))
+    start(head, old)
+    return vocabulary, head
+
+
+@torch.no_grad()
+def start(head: EagleHead, old: EagleHead | None) -> None:
+    """Begin at the old head; a new one begins with the target's output head where widths agree."""
+    is_own = head.config.kind == "eagle3"
+    if is_own and head.config.hidden_size == head.config.target_hidden_size:
+        rows_WD = head.teacher_rows(head.lm_head.weight.dtype)
+        head.lm_head.weight[: rows_WD.shape[0]] = rows_WD
+        norm_D = head.lent().norm_H
+        if norm_D is not None:
+            head.norm.weight.copy_(norm_D)
+    if old is None:
+        return
+    kept = {k: v for k, v in old.state_dict().items() if k not in ("d2t", "t2d", "lm_head.weight")}
+    head.load_state_dict(kept, strict=False)
+    if is_own:
+        place_V = torch.full((old.config.vocab_size,), -1)
+        place_V[old.draft_ids_W] = torch.arange(old.draft_ids_W.shape[0])
+        source_W = place_V[head.draft_ids_W]
+        known_W = source_W >= 0
+        head.lm_head.weight[known_W] = old.lm_head.weight[source_W[known_W]]
+
+
+def features(ground: Ground) -> Features:
+    """The rows' features: stored (built or reused), or computed in every step."""
+    data = ground.settings.data
+    if data.online:
+        return OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
+    return FeatureStore.build_or_open(
+        ground.target,
+        ground.rows,
+        layers=ground.layers,
+        dtype=DTYPES[data.feature_dtype],
+        root=ground.store_folder,
+    )
+
+
+def build(settings: Settings, accelerator: Accelerator) -> Parts:
+    """Everything a run needs, checked; the main process computes features before the others."""
+    run = settings.run
+    ground = lay_ground(settings, accelerator.device)
+    if accelerator.is_main_process:
+        print(ground.counts)
+        for line in preflight.notes(ground.vocabulary, settings):
+            print(line)
+    with one_first(accelerator):
+        source = features(ground)
+        trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
+    preflight.check_disjoint(ground.rows, trace)
+    batches = Batches(
+        source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
+    )
+    preflight.check_batches(batches, accelerator.num_processes)
+    dtype = DTYPES[run.precision] if run.precision == "bf16" else None
+    task = EagleTask(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
+    score: Callable[[Path], Score] | None = None
+    if trace is not None:
+        score = judge(trace, ground.target, run.eval_depth)
+    if accelerator.is_main_process:
+        preflight.check_export(ground.head, tables(ground.target))
+    return Parts(
+        task=task,
+        batches=batches,
+        export=lambda folder: export(ground, folder),
+        score=score,
+        data_claims=data_claims(ground),
+        identity=identity(settings),
+    )
+
+
+def export(ground: Ground, folder: Path) -> None:
+    """Write the head as it will be served, with the name and hash of its target."""
+    notes = {"target": ground.target.name, "target_fingerprint": ground.target.fingerprint()}
+    save_head(ground.head, folder, provenance=notes)
+
+
+def data_claims(ground: Ground) -> dict[str, str]:
+    """Fingerprints of rows and target, so that a continuation cannot train on others."""
+    digest = hashlib.sha256()
+    for row in ground.rows:
+        digest.update(row.row_id.encode() + row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
+    return {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
+
+
+@contextmanager
+def one_first(accelerator: Accelerator) -> Generator[None]:
+    """The block runs in the main process, then in the others, which find its files."""
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    yield
+    if accelerator.is_main_process:
+        accelerator.wait_for_everyone()

@@ -1,0 +1,100 @@
+"""The optimiser: which parameters decay, which are orthogonalised, and their rates.
+
+Weights are fp32 masters; compute in bf16 happens under autocast and never touches them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outrider.train.schedule import check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """The optimiser: fp32 master weights whatever the compute precision."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon orthogonalises updates of the inner matrices; tables and norms stay with AdamW."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+
+    muon_lr: float = 1e-3
+    """muon only: peak learning rate of the inner matrices."""
+
+    beta1: float = 0.9
+    """Decay of the gradient average."""
+
+    beta2: float = 0.95
+    """Decay of the squared-gradient average."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms never decay."""
+
+    clip: float = 0.5
+    """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        check_range("lr", self.lr, above=0)
+        check_range("muon_lr", self.muon_lr, above=0)
+        for name in ("beta1", "beta2"):
+            check_range(name, getattr(self, name), low=0, below=1)
+        check_range("weight_decay", self.weight_decay, low=0)
+        check_range("clip", self.clip, low=0)
+
+
+def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
+    """Optimisers over the head's own parameters; each group remembers its peak rate."""
+    named = [(name, value) for name, value in head.named_parameters() if value.requires_grad]
+    is_inner = {name: value.ndim == 2 and "lm_head" not in name for name, value in named}
+    muon = [value for name, value in named if optim.optimizer == "muon" and is_inner[name]]
+    rest = [value for name, value in named if not (optim.optimizer == "muon" and is_inner[name])]
+    groups = [
+        {
+            "params": [value for value in rest if (value.ndim > 1) == decays],
+            "weight_decay": optim.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    found: list[Optimizer] = []
+    if groups:
+        betas = (optim.beta1, optim.beta2)
+        found.append(torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True))
+    if muon:
+        found.append(
+            torch.optim.Muon(
+                muon,
+                lr=optim.muon_lr,
+                weight_decay=optim.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return found
+
+
+def set_rate(optimizers: Iterable[Optimizer], share: float) -> None:
+    """Give every group its peak rate times `share`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * share
+
+
+def clip(parameters: Iterable[Tensor], limit: float) -> Tensor:
+    """Scale gradients down to norm `limit` (0: leave them) and return the norm before it."""
+    with_grad = [value for value in parameters if value.grad is not None]
+    return torch.nn.utils.clip_grad_norm_(with_grad, limit if limit > 0 else math.inf)
+
+
+def state_bytes(num_parameters: int) -> int:
+    """Bytes of fp32 weights, gradients and two moments."""
+    return num_parameters * 4 * 4

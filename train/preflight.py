@@ -1,0 +1,126 @@
+"""Refusals before anything is spent: each names the field or row, its value and the remedy."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from outrider.data.batches import Batch, Batches
+from outrider.data.rows import Row
+from outrider.data.target import Target
+from outrider.eval.traces import Trace
+from outrider.heads import EagleConfig, EagleHead, Tables
+from outrider.heads.formats import load_head, save_head
+from outrider.train.settings import HeadSettings, Settings
+from outrider.train.vocabulary import Vocabulary
+
+
+def check_head(head: EagleHead, target: Target) -> None:
+    """Sizes of head and target that must agree, and ids that must exist."""
+    config = head.config
+    for name, ours, theirs in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the head's {name} is {ours} and the target's is {theirs}; start from a head made "
+                "for this target, or leave init out"
+            )
+    top = int(head.draft_ids_W[: config.num_proposable].max())
+    if top >= target.tokenizer_size:
+        raise ValueError(
+            f"the draft vocabulary holds id {top}, but the target's tokenizer ends at "
+            f"{target.tokenizer_size - 1}; choose it again with --rebuild-vocab"
+        )
+
+
+def check_warm_start(config: EagleConfig, choice: HeadSettings) -> None:
+    """A head to start from keeps its geometry; settings that say otherwise are refused."""
+    wanted = {
+        "head": (choice.head, config.kind),
+        "draft_vocab": (choice.draft_vocab, config.draft_vocab_size),
+        "aux_layers": (choice.aux_layers, config.aux_layers),
+        "head_hidden": (choice.head_hidden, config.hidden_size),
+        "head_intermediate": (choice.head_intermediate, config.intermediate_size),
+    }
+    for name, (asked, has) in wanted.items():
+        if asked is not None and asked != has:
+            raise ValueError(
+                f"{name} is {asked} but the head in init {choice.init!r} has {has}; leave it out "
+                "to keep the head's own"
+                + (", or add --rebuild-vocab" if name == "draft_vocab" else "")
+            )
+
+
+def check_disjoint(rows: Sequence[Row], trace: Trace | None) -> None:
+    """Held-out rows must not be among the training rows."""
+    if trace is None:
+        return
+    known = {row.ids.numpy().tobytes(): row.row_id for row in rows}
+    for index in range(len(trace)):
+        found = known.get(trace.row(index, ()).ids_T.numpy().tobytes())
+        if found is not None:
+            raise ValueError(
+                f"held-out row {trace.row_ids[index]} is also training row {found}; remove it from "
+                "one of the two, or the held-out figures measure memory"
+            )
+
+
+def check_batches(batches: Batches, world: int) -> None:
+    """Enough packs for every process, and features that are numbers."""
+    if batches.batch_size < world:
+        raise ValueError(
+            f"batch_size is {batches.batch_size} with {world} processes, which share each batch; "
+            f"give at least {world}"
+        )
+    check_features(batches.batch(0, 0))
+
+
+def check_features(batch: Batch) -> None:
+    """Non-finite features of a batch, by row."""
+    for pack, names in enumerate(batch.row_ids):
+        for number, name in enumerate(names, start=1):
+            inside_T = batch.document_BT[pack] == number
+            for what, state_BTF in (("layers", batch.aux_BTF), ("last state", batch.last_BTH)):
+                if not bool(torch.isfinite(state_BTF[pack][inside_T]).all()):
+                    raise ValueError(
+                        f"row {name} has non-finite features (the target's {what}); compute them "
+                        "with --target-dtype float32, or remove the row"
+                    )
+
+
+@torch.no_grad()
+def check_export(head: EagleHead, tables: Tables) -> None:
+    """Save and reload once: the exported files must give the same tensors and the same law."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "head"
+        save_head(head, folder)
+        again = load_head(folder, tables)
+    ours, theirs = head.state_dict(), again.state_dict()
+    for key in sorted(ours.keys() | theirs.keys()):
+        same = key in ours and key in theirs and torch.equal(ours[key].cpu(), theirs[key].cpu())
+        if not same:
+            raise ValueError(
+                f"tensor {key} changed on its way through the exported files; this head cannot be "
+                "published: report it with the output of --plan"
+            )
+
+
+def notes(vocabulary: Vocabulary | None, settings: Settings) -> Iterator[str]:
+    """Remarks worth a line before training."""
+    if vocabulary is not None:
+        size = len(vocabulary.draft_ids_W)
+        yield (
+            f"draft vocabulary: {size} tokens cover {vocabulary.covered:.2%} of supervised tokens "
+            f"({vocabulary.distinct} distinct)"
+        )
+        if size > vocabulary.distinct:
+            yield (
+                f"note: draft_vocab {size} exceeds the {vocabulary.distinct} distinct supervised "
+                "tokens; the rest are the lowest ids, which this data never trains"
+            )
+    if settings.data.heldout is None:
+        yield "note: no held-out rows, so no acceptance is measured and best/ stays empty"

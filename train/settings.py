@@ -1,0 +1,291 @@
+"""Settings of a training run: frozen dataclasses whose field docstrings are the help text.
+
+Every field name is a flag (`max_tokens` is `--max-tokens`) and a key of a recipe file, so names are
+unique over all groups. Checks happen on construction, before anything is loaded.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from outrider.train.optim import OptimSettings
+from outrider.train.schedule import ScheduleSettings, check_range
+
+LossName = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings:
+    """The frozen model that the head will draft for."""
+
+    target: str
+    """smollm2-demo, a Hub id, or a local folder."""
+
+    target_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the target computes its features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What the head learns from, and where the target's features are kept."""
+
+    data: str
+    """demo, a .jsonl, .json or .parquet file, a folder saved by datasets, or a Hub data set."""
+
+    heldout: str | None = None
+    """Greedy answers of the target that never train and that pick the best head: demo:heldout, a
+    file of answered rows, or a trace folder."""
+
+    heldout_rows: int | None = None
+    """Use only so many held-out rows, evenly spaced over the file."""
+
+    max_tokens: int | None = None
+    """Stop reading rows before their tokens exceed this number."""
+
+    max_length: int = 2048
+    """Longest row, and the length that rows are packed to."""
+
+    on_long: Literal["cut", "drop"] = "cut"
+    """What happens to a longer row; the counts are printed."""
+
+    max_unsupervised: float = 0.1
+    """Refuse data of which a larger share of rows has nothing to train on."""
+
+    store: str | None = None
+    """Folder of stored features; by default a folder `features` beside the output folder."""
+
+    feature_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of stored features."""
+
+    online: bool = False
+    """Run the target in every step and store nothing."""
+
+    def __post_init__(self) -> None:
+        check_range("max_length", self.max_length, low=4)
+        check_range("max_unsupervised", self.max_unsupervised, low=0, high=1)
+        for name in ("max_tokens", "heldout_rows"):
+            value = getattr(self, name)
+            if value is not None:
+                check_range(name, value, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """The head's kind and geometry; everything left out follows the target's config."""
+
+    head: Literal["eagle3", "eagle1"] = "eagle3"
+    """eagle3 fuses three layers of the target; eagle1 continues the target's last state."""
+
+    draft_vocab: int | None = None
+    """Size of the draft vocabulary; all of the target's tokens when left out."""
+
+    aux_layers: tuple[int, ...] | None = None
+    """Decoder layers whose inputs are the features (0-based; 2, n/2, n-3 by default)."""
+
+    head_hidden: int | None = None
+    """Hidden size of the head; the target's by default."""
+
+    head_intermediate: int | None = None
+    """Width of the head's MLP; the target's by default."""
+
+    max_positions: int | None = None
+    """Position limit written into the exported config; the target's by default."""
+
+    norm_before_residual: bool = False
+    """Take the residual after the hidden norm (SGLang ignores this flag)."""
+
+    norm_before_fc: bool = False
+    """Normalise the concatenated features before the fusing layer."""
+
+    fc_norm: bool = False
+    """Normalise each layer's features before the fusing layer (EAGLE-3.1)."""
+
+    norm_output: bool = False
+    """Feed the normalised output back as the next step's hidden input (EAGLE-3.1)."""
+
+    init: str | None = None
+    """Folder of an exported head to start from; its draft vocabulary is kept."""
+
+    rebuild_vocab: bool = False
+    """With --init: choose the draft vocabulary again from this run's rows."""
+
+    def __post_init__(self) -> None:
+        for name in ("draft_vocab", "head_hidden", "head_intermediate", "max_positions"):
+            value = getattr(self, name)
+            if value is not None:
+                check_range(name, value, low=1)
+        if self.rebuild_vocab and self.init is None:
+            raise ValueError("rebuild_vocab is set without init; name the head to start from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSettings:
+    """What is optimised: the divergence from the target, over the unrolled draft steps."""
+
+    unroll_steps: int | None = None
+    """Draft steps trained in a row (training-time test): 7 for eagle3 if left out, 1 for eagle1."""
+
+    unroll_decay: float = 0.8
+    """Step i counts unroll_decay^i."""
+
+    loss: LossName = "soft_ce"
+    """Divergence from the target's law over the draft vocabulary."""
+
+    feature_weight: float = 1.0
+    """eagle1 only: weight of the smooth-L1 loss on the target's last state."""
+
+    token_weight: float = 0.1
+    """eagle1 only: weight of the divergence beside the feature loss."""
+
+    feature_noise: bool = True
+    """eagle1 only: disturb the input features by EAGLE's uniform noise."""
+
+    def __post_init__(self) -> None:
+        if self.unroll_steps is not None:
+            check_range("unroll_steps", self.unroll_steps, low=1, high=32)
+        check_range("unroll_decay", self.unroll_decay, above=0, high=1)
+        for name in ("feature_weight", "token_weight"):
+            check_range(name, getattr(self, name), low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The run itself: batches, precision, where results go and how often."""
+
+    output: str
+    """Folder of the run: settings, metrics.jsonl, checkpoints/, best/, last/."""
+
+    epochs: int = 1
+    """Passes over the rows."""
+
+    batch_size: int = 1
+    """Packed rows in one micro-batch; several processes share them, so results stay the same."""
+
+    accumulation: int = 1
+    """Micro-batches in one optimiser step; every supervised token weighs the same."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision of the head."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes the GPU when there is one."""
+
+    threads: int | None = None
+    """CPU threads of each process; torch's own choice by default."""
+
+    seed: int = 0
+    """Seeds the head's first weights, the order of rows and the feature noise."""
+
+    log_every: int = 10
+    """Optimiser steps between lines of metrics.jsonl."""
+
+    eval_every: int | None = None
+    """Optimiser steps between held-out evaluations; once an epoch by default."""
+
+    eval_depth: int = 5
+    """Longest draft chain scored on held-out rows; chains of this length pick the best head."""
+
+    save_every: int | None = None
+    """Optimiser steps between checkpoints; once an epoch by default."""
+
+    keep_last: int = 2
+    """Checkpoints kept; older ones are removed."""
+
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """Also log to this tracker, through accelerate."""
+
+    waive: tuple[str, ...] = ()
+    """Pieces that a checkpoint may lack on resume, by name (optimizer, schedule)."""
+
+    stop_after_steps: int | None = None
+    """Save and stop after this optimiser step; the same command without it continues."""
+
+    plan: bool = False
+    """Print settings, counts, steps, parameters, memory and disk, and stop."""
+
+    recipe: str | None = None
+    """A YAML file of these flags, or the name of a shipped one; flags given beside it win."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulation", "log_every", "eval_depth"):
+            check_range(name, getattr(self, name), low=1)
+        check_range("keep_last", self.keep_last, low=1)
+        check_range("seed", self.seed, low=0)
+        for name in ("threads", "eval_every", "save_every", "stop_after_steps"):
+            value = getattr(self, name)
+            if value is not None:
+                check_range(name, value, low=1)
+        unknown = set(self.waive) - {"optimizer", "schedule"}
+        if unknown:
+            raise ValueError(f"waive is {sorted(unknown)[0]!r}; allowed: optimizer, schedule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Train an EAGLE draft head on the features of a frozen target.
+
+    Settings come from a recipe file (--recipe) and from flags; flags win.
+    """
+
+    target: TargetSettings
+    data: DataSettings
+    head: HeadSettings
+    objective: ObjectiveSettings
+    optim: OptimSettings
+    schedule: ScheduleSettings
+    run: RunSettings
+
+    def __post_init__(self) -> None:
+        if self.head.head == "eagle1" and self.objective.unroll_steps not in (None, 1):
+            raise ValueError(
+                f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
+                "single steps; leave it out or set it to 1"
+            )
+        for name in ("draft_vocab", "aux_layers"):
+            value = getattr(self.head, name)
+            if self.head.head == "eagle1" and value is not None:
+                raise ValueError(
+                    f"{name} is {value} with head eagle1, which continues the target's last state "
+                    "with the target's own output head; leave it out or use head eagle3"
+                )
+
+    @property
+    def num_steps(self) -> int:
+        """Unrolled draft steps after defaults."""
+        default = 1 if self.head.head == "eagle1" else 7
+        return self.objective.unroll_steps or default
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its flag's name."""
+        return {key: value for group in asdict(self).values() for key, value in group.items()}
+
+
+# Fields that may differ between a run and its continuation: they change no weight.
+FREE_FIELDS = frozenset(
+    {
+        *("store", "output", "device", "threads", "recipe", "plan", "track", "waive"),
+        *("log_every", "eval_every", "save_every", "keep_last", "stop_after_steps"),
+    }
+)
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """The fields that decide the trained weights, with the unroll default filled in."""
+    flat = settings.flat() | {"unroll_steps": settings.num_steps}
+    return {key: value for key, value in flat.items() if key not in FREE_FIELDS}
+
+
+def field_names() -> list[str]:
+    """Names of all flags, in order."""
+    return [inner.name for group in fields(Settings) for inner in fields(_group_type(group.name))]
+
+
+def _group_type(name: str) -> type:
+    return {
+        "target": TargetSettings,
+        "data": DataSettings,
+        "head": HeadSettings,
+        "objective": ObjectiveSettings,
+        "optim": OptimSettings,
+        "schedule": ScheduleSettings,
+        "run": RunSettings,
+    }[name]
