@@ -1,27 +1,34 @@
-"""Heads and data do not know each other; this is where a target lends its tables to a head."""
+"""From a target to the tables its draft heads borrow: the one place where data and heads meet."""
 
+import torch
 from torch import Tensor
 
 from outrider.data.target import Target
-from outrider.heads.config import Tables
+from outrider.heads import Tables
 
 
 def tables(target: Target) -> Tables:
-    """What a draft head borrows from a loaded target."""
+    """The frozen tables of a target, for `EagleHead.attach`."""
     return Tables(
         embedding_VH=target.embedding_VH,
         output_VH=target.output_VH,
         tokenizer_size=target.tokenizer_size,
         num_layers=target.num_layers,
-        norm_H=final_norm(target),
+        norm_H=_final_norm(target),
         embed_scale=target.embed_scale,
         softcap=target.softcap,
     )
 
 
-def final_norm(target: Target) -> Tensor | None:
-    """The final norm's weight; None where it is not a plain RMS norm called `norm`."""
+@torch.no_grad()
+def _final_norm(target: Target) -> Tensor | None:
+    """The final norm's effective weight; None where it is not an RMS norm over the hidden size."""
     norm = getattr(target.decoder, "norm", None)
     weight = getattr(norm, "weight", None)
-    is_plain = isinstance(weight, Tensor) and getattr(norm, "bias", None) is None
-    return weight.detach() if is_plain and weight.shape == (target.hidden_size,) else None
+    is_rms = isinstance(weight, Tensor) and getattr(norm, "bias", None) is None
+    if not isinstance(norm, torch.nn.Module) or not is_rms or weight.shape != (target.hidden_size,):
+        return None
+    # Some families store the weight less one: ask the module what it does to a unit vector.
+    applied_H = norm(torch.ones_like(weight))
+    offset = (applied_H - weight).round()
+    return weight + offset

@@ -128,21 +128,25 @@ class Growth:
         self.parents = [-1]
         self.scores = [0.0]
         self.frontier: list[int] = [0]
+        self.parent_slots: list[int] = [0]
 
     def add_level(
         self, log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], width: int
     ) -> list[int]:
         """Hang children under the frontier's nodes; the best `width` of them are the new frontier.
 
-        Row i holds the children of `frontier[i]`, likeliest first.
+        Row i holds the children of `frontier[i]`, likeliest first. Afterwards `parent_slots` says
+        which row each node of the new frontier came from.
         """
         start = len(self.tokens)
+        slot = {node: row for row, node in enumerate(self.frontier)}
         for parent, row_log_probs, row_tokens in zip(self.frontier, log_probs, tokens, strict=True):
             score = self.scores[parent]
             self.tokens += row_tokens
             self.parents += [parent] * len(row_tokens)
             self.scores += [score + min(log_prob, 0.0) for log_prob in row_log_probs]
         self.frontier = self._best(range(start, len(self.tokens)), width)
+        self.parent_slots = [slot[self.parents[node]] for node in self.frontier]
         return self.frontier
 
     def select(self, num_drafts: int) -> Tree:

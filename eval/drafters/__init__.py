@@ -1,0 +1,58 @@
+"""Drafters behind one small protocol: what the decode loop asks of anything that guesses ahead.
+
+Dimensions: T positions, F fused feature channels, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.data.target import Captured
+from outrider.eval.tree import Tree
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafted tree; `law(node)` is the [V] law a node's token was drawn from, if it was drawn."""
+
+    tree: Tree
+    law: Callable[[int], Tensor] | None = None
+
+
+class Noise(Protocol):
+    """Where drawn drafts get their coins from."""
+
+    def draft(self, depth: int) -> float:
+        """The coin in [0, 1) of the draft that would follow a node of this depth."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what the target says next, for one row of text.
+
+    The text is known up to the root, the newest token; the target has run up to the one before.
+    """
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Target layers whose states the drafter reads."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn, each from a law that `Draft.law` gives."""
+        ...
+
+    def start(self, ids: Sequence[int], captured: Captured) -> None:
+        """Begin a row: its tokens, and the target's states at all of them but the newest."""
+        ...
+
+    def propose(self, max_depth: int, noise: Noise) -> Draft:
+        """Draft at most `max_depth` tokens ahead of the root."""
+        ...
+
+    def accept(self, ids: Sequence[int], captured: Captured) -> None:
+        """Go on by these tokens; states at the old root and at all of them but the newest."""
+        ...

@@ -1,0 +1,308 @@
+"""Draft, verify, roll back: one row decoded exactly, with any drafter or, plainly, with none.
+
+The token at position j of a row (prompt included) gets its noise from (seed, row, j), whatever the
+drafts, so a rule that draws every token from p writes the text of plain sampling.
+Dimensions: N tree nodes, T positions, V vocabulary, F fused feature channels, H hidden size.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.sampling import Sampling, process
+from outrider.data.target import Captured, Target
+from outrider.eval.drafters import Draft, Drafter
+from outrider.eval.drafters.replay import Plain
+from outrider.eval.metrics import Round
+from outrider.eval.noise import KeyedNoise
+from outrider.eval.rules import Rule, rule_named
+from outrider.eval.tree import Tree
+
+OnTokens = Callable[[Sequence[int], Sequence[bool]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How text is decoded, whoever drafts it."""
+
+    max_new_tokens: int = 128
+    """Most tokens to write, the end token included; the target's position limit may come first."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The law that tokens follow."""
+    rule: str | None = None
+    """greedy, rejection, match or point_mass; by default greedy at temperature 0, above it
+    rejection where drafts are drawn and match where they are not."""
+    seed: int = 0
+    """Keys all noise, together with the row and the position."""
+    ignore_eos: bool = False
+    """Write on after an end token; for timing."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; write at least 1")
+
+
+@dataclass(kw_only=True)
+class Seconds:
+    """Where the time went; `prefill` ends with the first token."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        """All but the prefill."""
+        return self.draft + self.verify + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """The new tokens of one row and how they came about."""
+
+    ids: list[int]
+    is_drafted: list[bool]
+    """For each new token, whether it was an accepted draft; the first, the prefill's, never is."""
+    rounds: list[Round]
+    """Target calls after the prefill."""
+    finish: str
+    """`stop` at an end token, `length` at max_new_tokens or the target's position limit."""
+    seconds: Seconds
+    num_degenerate: int
+    """Rejections whose residual vanished in rounding."""
+
+
+def decode(
+    target: Target,
+    prompt_ids: Sequence[int],
+    drafter: Drafter | None = None,
+    decoding: Decoding | None = None,
+    *,
+    row: int = 0,
+    on_tokens: OnTokens | None = None,
+) -> Decoded:
+    """Continue a prompt exactly as the target alone would.
+
+    Args:
+        target: Writes the text.
+        prompt_ids: At least one token, fewer than the target has positions.
+        drafter: Guesses ahead; None decodes plainly.
+        decoding: Settings; greedy by default.
+        row: Number of the row in the noise's key.
+        on_tokens: Called with each round's new tokens and which of them were drafted.
+    """
+    drafter, decoding = drafter or Plain(), decoding or Decoding()
+    run = _Run(target, prompt_ids, drafter, decoding, row)
+    run.prefill()
+    shown = 0
+    while True:
+        if on_tokens is not None:
+            on_tokens(run.new_ids[shown:], run.is_drafted[shown:])
+            shown = len(run.new_ids)
+        if run.finish:
+            return Decoded(
+                ids=run.new_ids,
+                is_drafted=run.is_drafted,
+                rounds=run.rounds,
+                finish=run.finish,
+                seconds=run.seconds,
+                num_degenerate=run.num_degenerate,
+            )
+        run.round()
+
+
+def pick_rule(decoding: Decoding, drafter: Drafter) -> Rule:
+    """The rule to judge by. Raises ValueError when it would not be exact here."""
+    is_greedy = decoding.sampling.is_greedy
+    name = decoding.rule
+    if name is None:
+        name = "greedy" if is_greedy else "rejection" if drafter.draws else "match"
+    rule = rule_named(name)
+    if rule.is_greedy != is_greedy:
+        raise ValueError(
+            f"rule is {name!r} at temperature {decoding.sampling.temperature}; use greedy at 0 and "
+            "rejection, match or point_mass above"
+        )
+    if rule.draws_drafts != drafter.draws and name != "match" and not isinstance(drafter, Plain):
+        kind = "drawn" if rule.draws_drafts else "fixed, not drawn,"
+        raise ValueError(
+            f"rule {name!r} needs {kind} drafts; give the drafter temperature "
+            f"{'above 0' if rule.draws_drafts else '0'}, or use rule match"
+        )
+    return rule
+
+
+class _Run:
+    """One row at work."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompt_ids: Sequence[int],
+        drafter: Drafter,
+        decoding: Decoding,
+        row: int,
+    ) -> None:
+        self._limit = _position_limit(target)
+        if not 0 < len(prompt_ids) < self._limit:
+            raise ValueError(
+                f"the prompt has {len(prompt_ids)} tokens; give 1 to {self._limit - 1}, the "
+                "target's positions less one for the answer"
+            )
+        self._target, self._drafter, self._decoding, self._row = target, drafter, decoding, row
+        self._rule = pick_rule(decoding, drafter)
+        self._ids = list(prompt_ids)
+        self._budget = min(decoding.max_new_tokens, self._limit - len(prompt_ids))
+        self._cache = RowCache(1)
+        self._seen_V = _seen(target, prompt_ids, decoding.sampling)
+        self.new_ids: list[int] = []
+        self.is_drafted: list[bool] = []
+        self.rounds: list[Round] = []
+        self.finish = ""
+        self.seconds = Seconds()
+        self.num_degenerate = 0
+
+    def prefill(self) -> None:
+        """Run the prompt and draw the first token."""
+        start = time.perf_counter()
+        tree = Tree((self._ids[-1],), (-1,))
+        captured = self._target.run(
+            torch.tensor([self._ids], device=self._target.device),
+            layers=self._drafter.layers,
+            position_ids=query_positions(self._cache.lengths_B, len(self._ids)),
+            cache=self._cache,
+        )
+        self._cache.advance(len(self._ids))
+        logits_1V = self._target.logits(captured.last_BTH[0, -1:])
+        laws = _NodeLaws(self, tree, logits_1V, None)
+        verdict = self._rule.verify(tree, laws, self._noise())
+        self._emit([verdict.token], 0)
+        self._drafter.start(self._ids, captured)
+        self.seconds.prefill = time.perf_counter() - start
+
+    def round(self) -> None:
+        """One target call: draft, verify, keep what stands."""
+        times = [time.perf_counter()]
+        noise = self._noise()
+        # A node at depth d sits at position len - 1 + d, and positions end below the limit.
+        draft = self._drafter.propose(self._limit - len(self._ids), noise)
+        times.append(time.perf_counter())
+        captured, logits_NV = self._verify(draft.tree)
+        times.append(time.perf_counter())
+        laws = _NodeLaws(self, draft.tree, logits_NV, draft)
+        verdict = self._rule.verify(draft.tree, laws, noise)
+        self.num_degenerate += verdict.num_degenerate
+        kept = (0, *verdict.path)
+        self._keep(kept)
+        tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
+        emitted = self._emit(tokens, len(verdict.path))
+        self.rounds.append(Round(len(draft.tree) - 1, len(verdict.path), emitted))
+        if not self.finish:
+            self._drafter.accept(tokens, _rows(captured, kept))
+        times.append(time.perf_counter())
+        self.seconds.draft += times[1] - times[0]
+        self.seconds.verify += times[2] - times[1]
+        self.seconds.other += times[3] - times[2]
+
+    def seen(self, tree: Tree, node: int) -> Tensor | None:
+        """Bool [1, V]: tokens up to the node, where a penalty asks for them."""
+        if self._seen_V is None:
+            return None
+        seen_V = self._seen_V.clone()
+        seen_V[[tree.tokens[step] for step in tree.path(node)]] = True
+        return seen_V[None]
+
+    def law(self, logits_V: Tensor, seen_1V: Tensor | None) -> Tensor:
+        """The target's law; greedy without a penalty, the logits do as well."""
+        sampling = self._decoding.sampling
+        if sampling.is_greedy and seen_1V is None:
+            return logits_V
+        return process(logits_V[None], sampling, seen_1V)[0]
+
+    def _noise(self) -> KeyedNoise:
+        return KeyedNoise(self._decoding.seed, self._row, len(self._ids))
+
+    def _verify(self, tree: Tree) -> tuple[Captured, Tensor]:
+        """States at the tree's nodes, and the logits [N, V] after each."""
+        target, cache = self._target, self._cache
+        assert cache.get_seq_length() == len(self._ids) - 1, "the newest token is not in the cache"
+        device = target.device
+        ancestors_NN = None if tree.is_chain else tree.ancestors.to(device)
+        mask = attention_masks(
+            target.config, cache.lengths_B, len(tree), target.dtype, ancestors_NN
+        )
+        captured = target.run(
+            torch.tensor([tree.tokens], device=device),
+            layers=self._drafter.layers,
+            position_ids=query_positions(cache.lengths_B, len(tree), ancestors_NN),
+            attention_mask=mask,
+            cache=cache,
+        )
+        cache.advance(len(tree))
+        return captured, target.logits(captured.last_BTH[0])
+
+    def _keep(self, kept: tuple[int, ...]) -> None:
+        """Drop the keys and values of all nodes but these."""
+        start = len(self._ids) - 1
+        if kept == tuple(range(len(kept))):
+            self._cache.truncate([start + len(kept)])
+        else:
+            self._cache.compact(0, start, kept)
+        assert self._cache.get_seq_length() == start + len(kept)
+
+    def _emit(self, tokens: list[int], num_drafted: int) -> int:
+        """Append tokens up to an end token or the budget; returns how many."""
+        for index, token in enumerate(tokens):
+            self._ids.append(token)
+            self.new_ids.append(token)
+            self.is_drafted.append(index < num_drafted)
+            if self._seen_V is not None:
+                self._seen_V[token] = True
+            if token in self._target.eos_ids and not self._decoding.ignore_eos:
+                self.finish = "stop"
+            elif len(self.new_ids) == self._budget:
+                self.finish = "length"
+            if self.finish:
+                return index + 1
+        return len(tokens)
+
+
+class _NodeLaws:
+    """Laws at the nodes of a verified tree, each made when the walk gets there."""
+
+    def __init__(self, run: _Run, tree: Tree, logits_NV: Tensor, draft: Draft | None) -> None:
+        self._run, self._tree, self._logits_NV, self._draft = run, tree, logits_NV, draft
+
+    def target(self, node: int) -> Tensor:
+        """The law p after this node's path."""
+        return self._run.law(self._logits_NV[node], self._run.seen(self._tree, node))
+
+    def draft(self, node: int) -> Tensor:
+        """The law q that this node's token was drawn from."""
+        assert self._draft is not None
+        assert self._draft.law is not None, "a rule asked for the law of a draft never drawn"
+        return self._draft.law(node)
+
+
+def _position_limit(target: Target) -> int:
+    return int(target.config.max_position_embeddings)
+
+
+def _seen(target: Target, ids: Sequence[int], sampling: Sampling) -> Tensor | None:
+    if sampling.repetition_penalty == 1.0:
+        return None
+    seen_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
+    seen_V[list(ids)] = True
+    return seen_V
+
+
+def _rows(captured: Captured, kept: tuple[int, ...]) -> Captured:
+    """The states at these nodes."""
+    if kept == tuple(range(len(kept))):
+        return Captured(*(states[:, : len(kept)] for states in captured))
+    return Captured(*(states[:, list(kept)] for states in captured))
