@@ -73,12 +73,9 @@ class _ChainAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - autograd's context
-        blocks: Sequence[Block],
-        q_NKGE: Tensor,
-        key_MKE: Tensor,
-        value_MKE: Tensor,
-        *own: Tensor,
+        *args: Any,  # noqa: ANN401 - as chain_attention passes them
     ) -> Tensor:
+        blocks, q_NKGE, key_MKE, value_MKE, *own = args
         ctx.blocks = blocks
         ctx.save_for_backward(q_NKGE, key_MKE, value_MKE, *own)
         half = len(own) // 2
@@ -97,7 +94,8 @@ class _ChainAttention(torch.autograd.Function):
         return out_NKGE
 
     @staticmethod
-    def backward(ctx: Any, grad_NKGE: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads_out: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (grad_NKGE,) = grads_out
         q_NKGE, key_MKE, value_MKE, *own = ctx.saved_tensors
         half = len(own) // 2
         group = q_NKGE.shape[2]

@@ -88,12 +88,9 @@ class _ScorePairs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 - autograd's context
-        hidden_PKD: Tensor,
-        output_WD: Tensor,
-        teacher: Teacher,
-        weight_PK: Tensor,
-        name: str,
+        *args: Any,  # noqa: ANN401 - as score_pairs passes them
     ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_PKD, output_WD, teacher, weight_PK, name = args
         steps = hidden_PKD.shape[1]
         table = output_WD.to(hidden_PKD.dtype)
         exact = torch.promote_types(hidden_PKD.dtype, torch.float32)
@@ -118,7 +115,8 @@ class _ScorePairs(torch.autograd.Function):
         return (loss_PK * weight_PK).sum(), loss_PK, accept_PK
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads_out: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        grad = grads_out[0]
         grad_hidden, grad_output = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)

@@ -1,242 +1,266 @@
-"""Teacher-forced unrolling equals real drafting, logit for logit, in float64.
+"""Teacher-forced unrolling equals real drafting, logit for logit, in float64; faults are seen."""
 
-The reference recomputes everything from scratch for every root with plain loops and shares no code
-with the heads but their parameters.
-"""
-
-import itertools
-import math
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import EagleConfig, EagleHead, HeadCache, RowPlan, Tables, unroll
+from outrider.heads import EagleHead, HeadCache, RowPlan, unroll
+from outrider.heads import unroll as unroll_module
+from outrider.heads.fused import score_pairs, teacher_of
 
-VOCAB, WIDTH, STEPS = 50, 32, 3
-TARGET = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "max_position_embeddings": 64,
-}
-FLAGS = {
-    "eagle1": {"kind": "eagle1"},
-    "eagle3": {},
-    "residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
-    "all": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
-    "narrow": {"hidden_size": 24},
-    "reduced": {"draft_vocab_size": 20},
-}
+NAMES = [
+    "eagle1",
+    "eagle3",
+    "residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "all",
+    "narrow",
+    "reduced",
+]
 
 
-def make_head(**settings: object) -> EagleHead:
-    torch.manual_seed(0)
-    config = EagleConfig.from_target(TARGET, **settings)
-    ids = torch.randperm(VOCAB)[:20].sort().values if config.is_reduced else None
-    head = EagleHead(config, ids).double()
-    for parameter in head.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
-    tables = Tables(
-        embedding_VH=torch.randn(VOCAB, WIDTH, dtype=torch.float64),
-        output_VH=torch.randn(VOCAB, WIDTH, dtype=torch.float64),
-        tokenizer_size=VOCAB,
-        num_layers=8,
-    )
-    return head.attach(tables)
+def test_every_setting_is_tested(ref: ModuleType):
+    assert sorted(ref.FLAGS) == sorted(NAMES)
 
 
-class Packed:
-    """Two batch rows with five documents, padding and a ragged mask."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.lengths = [[6, 9, 3], [12, 5]]
-        rows, size = 2, 20
-        self.ids = torch.randint(0, VOCAB, (rows, size))
-        self.aux = torch.randn(rows, size, 3 * WIDTH, dtype=torch.float64)
-        self.last = torch.randn(rows, size, WIDTH, dtype=torch.float64)
-        self.document = torch.zeros(rows, size, dtype=torch.int64)
-        self.position = torch.zeros(rows, size, dtype=torch.int64)
-        for row, lengths in enumerate(self.lengths):
-            start = 0
-            for number, length in enumerate(lengths, start=1):
-                self.document[row, start : start + length] = number
-                self.position[row, start : start + length] = torch.arange(length)
-                start += length
-        self.mask = (torch.rand(rows, size) < 0.5) & (self.document > 0)
-
-    def documents(self) -> list[tuple[int, int, int]]:
-        """(batch row, first, stop) of every document."""
-        found = []
-        for row, lengths in enumerate(self.lengths):
-            edges = list(itertools.accumulate(lengths, initial=0))
-            found += [(row, a, b) for a, b in itertools.pairwise(edges)]
-        return found
+@pytest.mark.parametrize("name", NAMES)
+def test_unroll_equals_brute_force(name: str, ref: ModuleType):
+    theirs = ref.expected(name)
+    assert len(theirs) > 20
+    assert {key[2] for key in theirs} == {0, 1, 2}
+    with torch.no_grad():
+        assert (
+            ref.difference(
+                ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), ref.Packed()), theirs
+            )
+            < 1e-9
+        )
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean() + 1e-5) * weight
-
-
-def turn(x: Tensor, position: int) -> Tensor:
-    """Rotate one head's vector, channel pair by channel pair."""
-    half = x.shape[0] // 2
-    out = torch.empty_like(x)
-    for i in range(half):
-        # The inverse frequency is an fp32 number in every implementation.
-        inverse = torch.tensor(1.0) / (500.0 ** (torch.tensor(2.0 * i) / (2 * half)))
-        angle = position * float(inverse)
-        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-    return out
-
-
-def reference_output(head: EagleHead, features: list[Tensor], tokens: list[int], places: list[int]):
-    """The last row's output of a plain causal layer over (feature, token, position) rows."""
-    config = head.config
-    state = {k.replace("layers.0.", "midlayer."): v for k, v in head.state_dict().items()}
-    table = state.get("embed_tokens.weight", head.tables.embedding_VH)
-    part = {k.removeprefix("midlayer."): v for k, v in state.items()}
-    keys, values, query, residual = [], [], None, None
-    for feature, token, place in zip(features, tokens, places, strict=True):
-        embed = table[token]
-        if config.kind == "eagle1":
-            x = residual = part["fc.weight"] @ torch.cat([embed, feature])
-        else:
-            normed = norm(feature, part["hidden_norm.weight"])
-            x = torch.cat([norm(embed, part["input_layernorm.weight"]), normed])
-            residual = normed if config.norm_before_residual else feature
-        key = (part["self_attn.k_proj.weight"] @ x).view(config.num_kv_heads, -1)
-        keys.append([turn(one, place) for one in key])
-        values.append((part["self_attn.v_proj.weight"] @ x).view(config.num_kv_heads, -1))
-        query = [turn(one, place) for one in (part["self_attn.q_proj.weight"] @ x).view(4, -1)]
-    out = []
-    for index, one in enumerate(query):
-        group = index // (config.num_heads // config.num_kv_heads)
-        scores = torch.stack([one @ key[group] for key in keys]) / math.sqrt(config.head_dim)
-        weights = torch.exp(scores - scores.max())
-        weights = weights / weights.sum()
-        out.append(sum(w * value[group] for w, value in zip(weights, values, strict=True)))
-    hidden = residual + part["self_attn.o_proj.weight"] @ torch.cat(out)
-    x = norm(hidden, part["post_attention_layernorm.weight"])
-    gate = part["mlp.gate_proj.weight"] @ x
-    up = part["mlp.up_proj.weight"] @ x
-    hidden = hidden + part["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
-    if config.kind == "eagle1":
-        return hidden, head.tables.output_VH @ hidden
-    normed = norm(hidden, part["norm.weight"])
-    return (normed if config.norm_output else hidden), part["lm_head.weight"] @ normed
-
-
-def reference_features(head: EagleHead, aux: Tensor, last: Tensor) -> list[Tensor]:
-    config, state = head.config, head.state_dict()
-    if config.kind == "eagle1":
-        return list(last)
-    out = []
-    for x in aux:
-        if config.norm_before_fc:
-            x = norm(x, state["input_norm.weight"])
-        if config.fc_norm:
-            parts = x.split(WIDTH)
-            x = torch.cat([norm(y, state[f"fc_norm.{i}.weight"]) for i, y in enumerate(parts)])
-        out.append(state["fc.weight"] @ x)
-    return out
-
-
-def brute_force(head: EagleHead, data: Packed) -> dict[tuple[int, int, int], Tensor]:
-    """Logits by (batch row, position of the predicted token, step), every root from scratch."""
+@pytest.mark.parametrize("name", NAMES)
+def test_drafting_with_a_cache_equals_brute_force(name: str, ref: ModuleType):
+    """The decoding loop's calls: one new root row, then one drafted row at a time, then roll back."""
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     found = {}
-    for row, first, stop in data.documents():
-        ids = data.ids[row, first:stop].tolist()
-        features = reference_features(head, data.aux[row, first:stop], data.last[row, first:stop])
-        for root in range(len(ids) - 2):
-            feats, tokens = features[: root + 1], ids[1 : root + 2]
-            places = list(range(root + 1))
-            for step in range(STEPS):
-                target = root + step + 2
-                if target >= len(ids):
-                    break
-                hidden, logits = reference_output(head, feats, tokens, places)
-                if data.mask[row, first + target]:
-                    found[row, first + target, step] = logits
-                feats, tokens = [*feats, hidden], [*tokens, ids[target]]
-                places = [*places, places[-1] + 1]
-    return found
-
-
-def teacher_forced(head: EagleHead, data: Packed) -> dict[tuple[int, int, int], Tensor]:
-    """The same dictionary from the fast unrolled pass."""
-    plan = RowPlan.from_mask(data.mask, data.document, STEPS)
-    feature = head.project(data.aux, data.last)
-    hidden = unroll(head, feature, data.ids, data.position, plan)
-    logits = head.draft_logits(plan.pairs(hidden))
-    width = data.ids.shape[1]
-    return {
-        (int(m) // width, int(m) % width, k): logits[p, k]
-        for p, m in enumerate(plan.predicted_P)
-        for k in range(STEPS)
-        if plan.valid_PK[p, k]
-    }
-
-
-def difference(ours: dict, theirs: dict) -> float:
-    """Largest difference, or infinity when other pairs are covered."""
-    if ours.keys() != theirs.keys():
-        return math.inf
-    return max(float((ours[key] - theirs[key]).abs().max()) for key in theirs)
-
-
-@pytest.fixture(scope="module")
-def data() -> Packed:
-    return Packed()
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_unroll_equals_brute_force(name: str, data: Packed):
-    head = make_head(**FLAGS[name])
     with torch.no_grad():
-        theirs = brute_force(head, data)
-        assert len(theirs) > 20
-        assert {key[2] for key in theirs} == {0, 1, 2}
-        assert difference(teacher_forced(head, data), theirs) < 1e-9
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_drafting_with_a_cache_equals_unroll(name: str, data: Packed):
-    """The decoding loop's calls: context once, then one drafted row at a time, then roll back."""
-    head = make_head(**FLAGS[name])
-    with torch.no_grad():
-        found = {}
         feature = head.project(data.aux, data.last)
         for row, first, stop in data.documents():
             cache = HeadCache(capacity=4)
             for root in range(first, stop - 2):
-                ids, where = data.ids[row : row + 1], data.position[row : row + 1]
-                hidden = head.step(
-                    feature[row : row + 1, root : root + 1],
-                    ids[:, root + 1 : root + 2],
-                    where[:, root : root + 1],
-                    cache,
-                )
-                kept = cache.length
-                for step in range(STEPS):
-                    target = root + step + 2
-                    if target >= stop:
-                        break
-                    if data.mask[row, target]:
-                        found[row, target, step] = head.draft_logits(hidden[0, 0])
-                    if step + 1 < STEPS:
-                        place = where[:, root : root + 1] + step + 1
-                        hidden = head.step(hidden, ids[:, target : target + 1], place, cache)
-                cache.truncate(kept)
-        assert difference(teacher_forced(head, data), found) < 1e-9
+                found |= draft_one(head, data, feature, cache, (row, root, stop))
+    assert ref.difference(found, ref.expected(name)) < 1e-9
+
+
+def draft_one(
+    head: EagleHead, data: Any, feature: Tensor, cache: HeadCache, where: tuple[int, int, int]
+) -> dict[tuple[int, int, int], Tensor]:
+    row, root, stop = where
+    ids, position = data.ids[row : row + 1], data.position[row : row + 1]
+    here = slice(root, root + 1)
+    next_ids = ids[:, root + 1 : root + 2]
+    hidden = head.step(feature[row : row + 1, here], next_ids, position[:, here], cache)
+    kept, found = cache.length, {}
+    for step in range(3):
+        target = root + step + 2
+        if target >= stop:
+            break
+        if data.mask[row, target]:
+            found[row, target, step] = head.draft_logits(hidden[0, 0])
+        place = position[:, here] + step + 1
+        hidden = head.step(hidden, ids[:, target : target + 1], place, cache)
+    cache.truncate(kept)
+    return found
+
+
+def test_packed_documents_equal_documents_alone(ref: ModuleType):
+    head, data = ref.make_head(), ref.Packed()
+    with torch.no_grad():
+        together, alone = ref.teacher_forced(head, data), {}
+        for row, first, stop in data.documents():
+            one = ref.Packed()
+            one.ids, one.position = (
+                data.ids[row : row + 1, first:stop],
+                data.position[row : row + 1, first:stop],
+            )
+            one.aux, one.last = (
+                data.aux[row : row + 1, first:stop],
+                data.last[row : row + 1, first:stop],
+            )
+            one.mask = data.mask[row : row + 1, first:stop]
+            one.document = torch.ones_like(one.ids)
+            found = ref.teacher_forced(head, one)
+            alone |= {(row, first + m, k): value for (_, m, k), value in found.items()}
+    assert ref.difference(together, alone) < 1e-12
+
+
+def test_tree_rows_equal_their_chains(ref: ModuleType):
+    """Two branches drafted in one call with an ancestor mask equal each branch drafted alone."""
+    head, data = ref.make_head(), ref.Packed()
+    feature = head.project(data.aux, data.last)[1:, :5]
+    ids, position = data.ids[1:, 1:6], data.position[1:, :5]
+
+    def root() -> tuple[HeadCache, Tensor]:
+        cache = HeadCache()
+        return cache, head.step(feature, ids, position, cache)[:, -1:]
+
+    tokens = torch.tensor([[7, 9]])
+    alone = []
+    for token in tokens[0]:
+        cache, hidden = root()
+        first = head.step(hidden, token.view(1, 1), torch.tensor([[5]]), cache)
+        alone.append(head.step(first, torch.tensor([[3]]), torch.tensor([[6]]), cache))
+    cache, hidden = root()
+    mask = torch.ones(1, 1, 2, 7, dtype=torch.bool)
+    mask[0, 0, 0, 6] = mask[0, 0, 1, 5] = False
+    first = head.step(hidden.expand(1, 2, -1), tokens, torch.tensor([[5, 5]]), cache, mask)
+    mask = torch.zeros(1, 1, 2, 9, dtype=torch.bool)
+    mask[..., :5] = True
+    mask[0, 0, 0, [5, 7]] = mask[0, 0, 1, [6, 8]] = True
+    second = head.step(first, torch.tensor([[3, 3]]), torch.tensor([[6, 6]]), cache, mask)
+    assert torch.allclose(second, torch.cat(alone, dim=1), atol=1e-12)
+    cache.compact(torch.tensor([0, 1, 2, 3, 4, 6, 8]))
+    again = head.step(second[:, 1:], torch.tensor([[1]]), torch.tensor([[7]]), cache)
+    cache, hidden = root()
+    hidden = head.step(hidden, tokens[:, 1:], torch.tensor([[5]]), cache)
+    hidden = head.step(hidden, torch.tensor([[3]]), torch.tensor([[6]]), cache)
+    chained = head.step(hidden, torch.tensor([[1]]), torch.tensor([[7]]), cache)
+    assert torch.allclose(again, chained, atol=1e-12)
+
+
+def test_long_prefill_is_chunked_without_a_change(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    head, data = ref.make_head(), ref.Packed()
+    feature = head.project(data.aux, data.last)
+    whole = head.step(feature, data.ids, data.position)
+    monkeypatch.setattr("outrider.heads.layers.QUERY_CHUNK", 3)
+    assert torch.allclose(head.step(feature, data.ids, data.position), whole, atol=1e-12)
+
+
+def test_blocks_of_rows_do_not_change_the_result(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outrider.heads.plan.BLOCK_ROWS", 2)
+    with torch.no_grad():
+        found = ref.teacher_forced(ref.make_head(), ref.Packed())
+    assert ref.difference(found, ref.expected("eagle3")) < 1e-9
+
+
+# Planted faults: each changes one alignment decision, and the equality above must break.
+
+
+def shift_first_token(plan: RowPlan) -> RowPlan:
+    return dataclasses.replace(plan, next_M=plan.next_M - 1)
+
+
+def shift_later_tokens(plan: RowPlan) -> RowPlan:
+    return dataclasses.replace(plan, token_KN=plan.token_KN - 1)
+
+
+def leak_documents(plan: RowPlan) -> RowPlan:
+    blocks = tuple(block._replace(key_start=max(0, block.key_start - 2)) for block in plan.blocks)
+    return dataclasses.replace(plan, blocks=blocks)
+
+
+def see_the_future(plan: RowPlan) -> RowPlan:
+    blocks = tuple(block._replace(hidden=block.hidden & False) for block in plan.blocks)
+    return dataclasses.replace(plan, blocks=blocks)
+
+
+def swap_steps(plan: RowPlan) -> RowPlan:
+    return dataclasses.replace(plan, pair_PK=plan.pair_PK.roll(1, 1), valid_PK=plan.valid_PK)
+
+
+@pytest.mark.parametrize(
+    "fault", [shift_first_token, shift_later_tokens, leak_documents, see_the_future, swap_steps]
+)
+def test_a_wrong_plan_is_seen(
+    fault: Callable[[RowPlan], RowPlan], ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    build = RowPlan.from_mask
+    monkeypatch.setattr(RowPlan, "from_mask", lambda *args: fault(build(*args)))
+    assert_seen(ref)
+
+
+def assert_seen(ref: ModuleType) -> None:
+    with torch.no_grad():
+        found = ref.teacher_forced(ref.make_head(), ref.Packed())
+    assert ref.difference(found, ref.expected("eagle3")) > 1e-4
+
+
+def test_a_shifted_mask_is_seen(ref: ModuleType):
+    data = ref.Packed()
+    data.mask = data.mask.roll(1, 1)
+    with torch.no_grad():
+        found = ref.teacher_forced(ref.make_head(), data)
+    assert ref.difference(found, ref.expected("eagle3")) > 1e-4
+
+
+@pytest.mark.parametrize("which", ["queries", "keys_values"])
+def test_positions_that_stand_still_are_seen(
+    which: str, ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    """Later steps rotated as if they were the first."""
+    real = getattr(EagleHead, which)
+    rows: list[Tensor] = []
+
+    def still(self: EagleHead, x: Tensor, position: Tensor, weights: Any) -> Any:
+        rows.append(position)
+        mine = [row for row in rows if row.shape == position.shape]
+        return real(self, x, mine[0], weights)
+
+    monkeypatch.setattr(EagleHead, which, still)
+    assert_seen(ref)
+
+
+def test_missing_own_keys_are_seen(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    real = unroll_module.__globals__["chain_attention"]
+
+    def forgetful(q: Tensor, k: Tensor, v: Tensor, own_k: list, own_v: list, blocks: Any) -> Tensor:
+        return real(q, k, v, own_k[-1:], own_v[-1:], blocks)
+
+    monkeypatch.setitem(unroll_module.__globals__, "chain_attention", forgetful)
+    assert_seen(ref)
+
+
+def test_target_features_in_later_steps_are_seen(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """Feeding the target's own feature at every step is what drafting cannot do."""
+    real, first = EagleHead.enter, []
+
+    def cheat(self: EagleHead, feature: Tensor, ids: Tensor, weights: Any) -> Any:
+        first.append(feature)
+        return real(self, first[0][: feature.shape[0]], ids, weights)
+
+    monkeypatch.setattr(EagleHead, "enter", cheat)
+    assert_seen(ref)
+
+
+# The teacher
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "reduced"])
+@pytest.mark.parametrize("shift", [0, 1, -1])
+def test_loss_equals_brute_force_and_a_wrong_teacher_is_seen(
+    name: str, shift: int, ref: ModuleType
+):
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
+    wanted = torch.zeros((), dtype=torch.float64)
+    for (row, m, step), logits in ref.expected(name).items():
+        scores = head.lent().output_VH @ data.last[row, m - 1]
+        scores = scores[head.draft_ids_W]
+        p = torch.exp(scores) / torch.exp(scores).sum()
+        q = torch.exp(logits) / torch.exp(logits).sum()
+        wanted -= 0.8**step * (p * q.log()).sum()
+    plan = RowPlan.from_mask(data.mask, data.document, 3)
+    hidden = unroll(head, head.project(data.aux, data.last), data.ids, data.position, plan)
+    state_PH = data.last.flatten(0, 1)[plan.predicted_P - 1 + shift]
+    teacher = teacher_of(head, state_PH, torch.float64)
+    weight_PK = plan.valid_PK * 0.8 ** torch.arange(3)
+    scored = score_pairs(
+        head.output_input(plan.pairs(hidden)), head.output_weight(), teacher, weight_PK
+    )
+    close = torch.allclose(scored.loss, wanted, atol=1e-9)
+    assert close == (shift == 0)
