@@ -1,15 +1,28 @@
-"""Where a target's files lie, and where transformers' models keep the parts a draft head needs."""
+"""Where a target's files lie, and where transformers' models keep the parts a draft head needs.
+
+Letters: V rows of a table, H hidden size.
+"""
 
 import inspect
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.data.demo_target import DEMO_TARGET, smollm2_demo
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+class Tables(NamedTuple):
+    """What a draft head may share with its target."""
+
+    embedding_VH: Tensor
+    embed_scale: float
+    output_VH: Tensor
+    softcap: float | None
 
 
 def find_folder(name: str) -> Path:
@@ -49,11 +62,24 @@ def find_blocks(
     )
 
 
-def embed_scale(embedding: nn.Module, config: PretrainedConfig) -> float:
-    scale = getattr(embedding, "embed_scale", None)
+def find_tables(model: PreTrainedModel, config: PretrainedConfig, name: str) -> Tables:
+    """The embedding and output tables with their scale and soft cap."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = [getattr(table, "weight", None) for table in (embedding, output)]
+    if not isinstance(rows[0], Tensor) or not isinstance(rows[1], Tensor):
+        raise ValueError(f"target {name!r} has no output head; load it as a causal LM")
+    if getattr(output, "bias", None) is not None:
+        raise ValueError(f"target {name!r} has a bias on its output head; not supported")
+    scale: Any = getattr(embedding, "embed_scale", None)  # a buffer or a number
     if scale is None:
         scale = getattr(config, "embedding_multiplier", None)
-    return 1.0 if scale is None else float(scale)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Tables(
+        embedding_VH=rows[0].detach(),
+        embed_scale=1.0 if scale is None else float(scale),
+        output_VH=rows[1].detach(),
+        softcap=None if cap is None else float(cap),
+    )
 
 
 def eos_ids(
@@ -62,8 +88,10 @@ def eos_ids(
     """The ids that end a text, from where generation looks first."""
     places = (model.generation_config, config, tokenizer)
     for found in (getattr(place, "eos_token_id", None) for place in places):
+        if isinstance(found, int):
+            return (found,)
         if found is not None:
-            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+            return tuple(int(token) for token in found)
     return ()
 
 

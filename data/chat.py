@@ -9,12 +9,13 @@ becomes a row of its own: what the model sees and says at that turn.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+Message = Mapping[str, Any]
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -48,7 +49,7 @@ class Template:
 
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template, as `enable_thinking`: the mode the head is trained for."""
 
     def __post_init__(self) -> None:
@@ -58,41 +59,35 @@ class Template:
                 "give rows as input_ids with loss_mask, or add a chat_template.jinja to the target"
             )
 
-    def ids(
-        self, messages: Sequence[Mapping[str, object]], tools: object = None, *, prompt: bool
-    ) -> list[int]:
+    def ids(self, messages: Sequence[Message], tools: object = None, *, prompt: bool) -> list[int]:
         """Tokens of a conversation, with the generation prompt if `prompt`."""
         try:
-            found = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                add_generation_prompt=prompt,
-                return_dict=False,
-                **self.options,
-            )
+            found = self._apply(messages, tools, add_generation_prompt=prompt, return_dict=False)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RowError(f"the chat template refuses the messages: {error}") from error
         return [int(token) for token in found]
 
-    def tagged(
-        self, messages: Sequence[Mapping[str, object]], tools: object = None
-    ) -> list[int] | None:
+    def tagged(self, messages: Sequence[Message], tools: object = None) -> list[int] | None:
         """The template's own {% generation %} marks, 1 per generated token; None without tags."""
         if not GENERATION_TAG.search(str(self.tokenizer.chat_template)):
             return None
-        found = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **self.options,
-        )
+        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
         return [int(mark) for mark in found["assistant_masks"]]
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as text, special ones too."""
+        return str(self.tokenizer.decode(list(ids)))
 
-def encode(
-    messages: Sequence[Mapping[str, object]], template: Template, tools: object = None
-) -> list[Encoded]:
+    def _apply(self, messages: Sequence[Message], tools: object, **settings: Any) -> Any:  # noqa: ANN401
+        """The tokenizer's own rendering; what it returns depends on the settings."""
+        conversation: Any = [dict(message) for message in messages]
+        given: Any = tools
+        return self.tokenizer.apply_chat_template(
+            conversation, tools=given, **settings, **self.options
+        )
+
+
+def encode(messages: Sequence[Message], template: Template, tools: object = None) -> list[Encoded]:
     """One row for the conversation, or one per answer where the template rewrites history."""
     indices = _answers(messages)
     turns = [_turn(messages, index, template, tools) for index in indices]
@@ -107,7 +102,7 @@ def encode(
 def encode_text(text: str, template: Template) -> Encoded:
     """A conversation that is rendered already: supervised are the spans after the answer marker."""
     opener = answer_marker(template)
-    closers = [template.tokenizer.decode([token]) for token in template.eos_ids]
+    closers = [template.text([token]) for token in template.eos_ids]
     found = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = [int(token) for token in found["input_ids"]]
     mask = [0] * len(ids)
@@ -126,7 +121,7 @@ def answer_marker(template: Template) -> str:
     ask = [{"role": "user", "content": "x"}]
     closed = template.ids(ask, prompt=False)
     opened = template.ids(ask, prompt=True)
-    marker = template.tokenizer.decode(opened[len(closed) :])
+    marker = template.text(opened[len(closed) :])
     if opened[: len(closed)] != closed or not marker.strip():
         raise ValueError(
             "the target's template puts no marker before answers, so rendered text cannot be "
@@ -135,7 +130,7 @@ def answer_marker(template: Template) -> str:
     return marker
 
 
-def _answers(messages: Sequence[Mapping[str, object]]) -> list[int]:
+def _answers(messages: Sequence[Message]) -> list[int]:
     """The answers to supervise: assistant messages that reply to something."""
     asked = False
     found: list[int] = []
@@ -152,9 +147,7 @@ def _answers(messages: Sequence[Mapping[str, object]]) -> list[int]:
     return found
 
 
-def _turn(
-    messages: Sequence[Mapping[str, object]], index: int, template: Template, tools: object
-) -> _Turn:
+def _turn(messages: Sequence[Message], index: int, template: Template, tools: object) -> _Turn:
     message = messages[index]
     if not any(_said(message)):
         raise RowError(f"message {index} is an empty answer")
@@ -168,7 +161,7 @@ def _turn(
     bos = template.tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         raise RowError("the row begins with the BOS token twice; take it out of the messages")
-    said = _squash(template.tokenizer.decode(ids[len(prompt) :]))
+    said = _squash(template.text(ids[len(prompt) :]))
     lost = [part for part in _said(message) if _squash(part) not in said]
     if lost:
         raise RowError(
@@ -180,7 +173,7 @@ def _turn(
     )
 
 
-def _said(message: Mapping[str, object]) -> list[str]:
+def _said(message: Message) -> list[str]:
     """Every part of an answer that the model itself produced and a template must keep."""
     content = message.get("content")
     if isinstance(content, list):
@@ -200,9 +193,8 @@ def _squash(text: str) -> str:
 
 def _answer_length(region: list[int], template: Template) -> int:
     """Tokens of the answer with its turn end, without what the template adds after that."""
-    tokenizer = template.tokenizer
     length = len(region)
-    while length and not tokenizer.decode([region[length - 1]]).strip():
+    while length and not template.text([region[length - 1]]).strip():
         length -= 1  # a line break after the turn end is the template's, never the model's
     ends = [place for place in range(len(region)) if region[place] in template.eos_ids]
     if ends and ends[-1] + 1 >= length:
@@ -211,7 +203,7 @@ def _answer_length(region: list[int], template: Template) -> int:
 
 
 def _row(
-    turns: list[_Turn], messages: Sequence[Mapping[str, object]], template: Template, tools: object
+    turns: list[_Turn], messages: Sequence[Message], template: Template, tools: object
 ) -> Encoded:
     last = turns[-1]
     mask = [0] * len(last.ids)
@@ -240,7 +232,7 @@ def _cross_check(mask: list[int], tags: list[int], turns: list[_Turn], *, first:
             f"the template's generation tags mark token {astray[0]}, which is outside every answer "
             f"by its own rendering; correct the template"
         )
-    both = [int(marked and tagged) for marked, tagged in zip(mask, tags, strict=True)]
+    both = [marked * tagged for marked, tagged in zip(mask, tags, strict=True)]
     for turn in turns:
         if not any(both[turn.start : turn.end]):
             raise RowError(

@@ -116,14 +116,14 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     )
     # A model read from GGUF counts as quantised and refuses to be saved: its weights move to a
     # new one. GGUF's epsilon is 9.999999747378752e-06, the fp32 neighbour of the model's own.
-    kept = source.config.to_dict()
+    kept = source.config.to_dict() | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     for name in ("quantization_config", "_model_name_or_path", "architectures"):
         kept.pop(name, None)
-    model = LlamaForCausalLM(
-        LlamaConfig(**{**kept, "rms_norm_eps": 1e-5, "tie_word_embeddings": True})
-    )
+    model = LlamaForCausalLM(LlamaConfig.from_dict(kept))
     model.load_state_dict(source.state_dict())
     model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    assert tokenizer is not None
+    tokenizer.save_pretrained(folder)

@@ -30,10 +30,10 @@ from transformers import (
 from outrider.data.anatomy import (
     MODEL_FILES,
     cache_keyword,
-    embed_scale,
     eos_ids,
     find_blocks,
     find_folder,
+    find_tables,
     tokenizer_size,
 )
 
@@ -130,12 +130,7 @@ class Target:
         model.eval().requires_grad_(requires_grad=False)
         config = model.config.get_text_config(decoder=True)
         decoder, blocks = find_blocks(model, config, name)
-        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-        if embedding is None or output is None:
-            raise ValueError(f"target {name!r} has no output head; load it as a causal LM")
-        if getattr(output, "bias", None) is not None:
-            raise ValueError(f"target {name!r} has a bias on its output head; not supported")
-        cap = getattr(config, "final_logit_softcapping", None)
+        tables = find_tables(model, config, name)
         target = cls(
             name=name,
             model=model,
@@ -143,12 +138,12 @@ class Target:
             config=config,
             decoder=decoder,
             blocks=blocks,
-            embedding_VH=embedding.weight.detach(),
-            embed_scale=embed_scale(embedding, config),
-            output_VH=output.weight.detach(),
-            softcap=None if cap is None else float(cap),
+            embedding_VH=tables.embedding_VH,
+            embed_scale=tables.embed_scale,
+            output_VH=tables.output_VH,
+            softcap=tables.softcap,
             eos_ids=eos_ids(model, config, tokenizer),
-            tokenizer_size=tokenizer_size(tokenizer, output.weight.shape[0], name),
+            tokenizer_size=tokenizer_size(tokenizer, tables.output_VH.shape[0], name),
             folder=folder,
             cache_keyword=cache_keyword(decoder),
         )
