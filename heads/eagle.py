@@ -191,7 +191,7 @@ class EagleHead(nn.Module):
             x = rms_norm(x, self.input_norm.weight.to(dtype), eps)
         if self.config.fc_norm:
             parts = x.split(self.config.target_hidden_size, dim=-1)
-            norms = [norm.weight.to(dtype) for norm in self.fc_norm]  # type: ignore[union-attr]
+            norms = [norm.get_parameter("weight").to(dtype) for norm in self.fc_norm]
             pairs = zip(parts, norms, strict=True)
             x = torch.cat([rms_norm(part, norm, eps) for part, norm in pairs], dim=-1)
         return F.linear(x, weights.fc)

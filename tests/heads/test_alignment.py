@@ -13,6 +13,7 @@ from outrider.heads import EagleHead, HeadCache, RowPlan, unroll
 from outrider.heads import unroll as unroll_module
 from outrider.heads.fused import score_pairs, teacher_of
 
+Logits = dict[tuple[int, int, int], Tensor]
 NAMES = [
     "eagle1",
     "eagle3",
@@ -46,9 +47,9 @@ def test_unroll_equals_brute_force(name: str, ref: ModuleType):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_with_a_cache_equals_brute_force(name: str, ref: ModuleType):
-    """The decoding loop's calls: one new root row, then one drafted row at a time, then roll back."""
+    """The decoding loop's calls: one root row, then one drafted row at a time, then roll back."""
     head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
-    found = {}
+    found: Logits = {}
     with torch.no_grad():
         feature = head.project(data.aux, data.last)
         for row, first, stop in data.documents():
@@ -60,13 +61,14 @@ def test_drafting_with_a_cache_equals_brute_force(name: str, ref: ModuleType):
 
 def draft_one(
     head: EagleHead, data: Any, feature: Tensor, cache: HeadCache, where: tuple[int, int, int]
-) -> dict[tuple[int, int, int], Tensor]:
+) -> Logits:
     row, root, stop = where
     ids, position = data.ids[row : row + 1], data.position[row : row + 1]
     here = slice(root, root + 1)
     next_ids = ids[:, root + 1 : root + 2]
     hidden = head.step(feature[row : row + 1, here], next_ids, position[:, here], cache)
-    kept, found = cache.length, {}
+    kept = cache.length
+    found: Logits = {}
     for step in range(3):
         target = root + step + 2
         if target >= stop:
@@ -81,8 +83,9 @@ def draft_one(
 
 def test_packed_documents_equal_documents_alone(ref: ModuleType):
     head, data = ref.make_head(), ref.Packed()
+    alone: Logits = {}
     with torch.no_grad():
-        together, alone = ref.teacher_forced(head, data), {}
+        together = ref.teacher_forced(head, data)
         for row, first, stop in data.documents():
             one = ref.Packed()
             one.ids, one.position = (
@@ -181,7 +184,11 @@ def test_a_wrong_plan_is_seen(
     fault: Callable[[RowPlan], RowPlan], ref: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     build = RowPlan.from_mask
-    monkeypatch.setattr(RowPlan, "from_mask", lambda *args: fault(build(*args)))
+
+    def wrong(mask: Tensor, document: Tensor, steps: int) -> RowPlan:
+        return fault(build(mask, document, steps))
+
+    monkeypatch.setattr(RowPlan, "from_mask", wrong)
     assert_seen(ref)
 
 
@@ -219,7 +226,9 @@ def test_positions_that_stand_still_are_seen(
 def test_missing_own_keys_are_seen(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
     real = unroll_module.__globals__["chain_attention"]
 
-    def forgetful(q: Tensor, k: Tensor, v: Tensor, own_k: list, own_v: list, blocks: Any) -> Tensor:
+    def forgetful(
+        q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[Tensor], blocks: Any
+    ) -> Tensor:
         return real(q, k, v, own_k[-1:], own_v[-1:], blocks)
 
     monkeypatch.setitem(unroll_module.__globals__, "chain_attention", forgetful)
@@ -228,7 +237,8 @@ def test_missing_own_keys_are_seen(ref: ModuleType, monkeypatch: pytest.MonkeyPa
 
 def test_target_features_in_later_steps_are_seen(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
     """Feeding the target's own feature at every step is what drafting cannot do."""
-    real, first = EagleHead.enter, []
+    real = EagleHead.enter
+    first: list[Tensor] = []
 
     def cheat(self: EagleHead, feature: Tensor, ids: Tensor, weights: Any) -> Any:
         first.append(feature)
@@ -251,9 +261,9 @@ def test_loss_equals_brute_force_and_a_wrong_teacher_is_seen(
     for (row, m, step), logits in ref.expected(name).items():
         scores = head.lent().output_VH @ data.last[row, m - 1]
         scores = scores[head.draft_ids_W]
-        p = torch.exp(scores) / torch.exp(scores).sum()
-        q = torch.exp(logits) / torch.exp(logits).sum()
-        wanted -= 0.8**step * (p * q.log()).sum()
+        p = torch.exp(scores - scores.max())
+        log_q = logits - logits.max() - torch.exp(logits - logits.max()).sum().log()
+        wanted -= 0.8**step * (p / p.sum() * log_q).sum()
     plan = RowPlan.from_mask(data.mask, data.document, 3)
     hidden = unroll(head, head.project(data.aux, data.last), data.ids, data.position, plan)
     state_PH = data.last.flatten(0, 1)[plan.predicted_P - 1 + shift]
