@@ -128,6 +128,8 @@ class Trace:
     def _pick(self, aux_TF: Tensor, layers: Sequence[int] | None) -> Tensor:
         if layers is None or tuple(layers) == self.info.layers:
             return aux_TF
+        if not layers:
+            return aux_TF[:, :0]
         missing = [layer for layer in layers if layer not in self.info.layers]
         if missing:
             raise ValueError(
