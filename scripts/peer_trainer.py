@@ -25,6 +25,8 @@ class PeerRun:
     """Interpreter of the peer's environment."""
     target: str
     """Folder or Hub id of the target: the peer reads its tables."""
+    layers: tuple[int, ...]
+    """The fused layers: the peer's ids, like ours, name the state entering a layer."""
     offline: Path
     """Features in the peer's format, made by `write_offline`."""
     output: Path
@@ -136,6 +138,7 @@ def arguments(run: PeerRun, offline: Offline) -> list[str]:
     if run.max_steps is not None:
         values["max-steps"] = run.max_steps
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    words += ["--target-layer-ids", *map(str, run.layers)]
     published = ("norm-before-residual", "norm-before-fc", "norm-output")
     return [*words, *(f"--no-{name}" for name in published), "--no-resume-from-checkpoint"]
 

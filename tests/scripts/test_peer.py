@@ -157,6 +157,7 @@ def make_run(folder, **changes):
     given = {
         "python": Path(sys.executable),
         "target": "t",
+        "layers": LAYERS,
         "offline": folder,
         "output": folder / "o",
     }
