@@ -53,10 +53,10 @@ def load_head(
     draft_ids_W = None
     if config.is_reduced:
         draft_ids_W = named["d2t"] + torch.arange(config.draft_vocab_size)
-    head = EagleHead(config, draft_ids_W)
+    head = EagleHead(config, draft_ids_W).to(dtype)
     check_tensors(named, head.state_dict(), str(folder))
     head.load_state_dict(named)
-    return head.to(dtype).attach(tables)
+    return head.attach(tables)
 
 
 def _complete(named: dict[str, Tensor], config: EagleConfig, where: str) -> dict[str, Tensor]:
