@@ -1,0 +1,157 @@
+"""Tiny tokenizers with awkward chat templates, and tiny targets built from configs."""
+
+import functools
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.data.target import Target
+
+TEXT = [
+    "user assistant system tool The capital of France is Paris, and two plus two makes four.",
+    "Tell me a story about a fox. What is the time? Thinking first, then the answer: yes, no.",
+    "<think> think </think> Hello there, how are you today? I am fine. Write a short line of code.",
+]
+MESSAGE = "{{ '<|turn|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}"
+ASK = "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+TEMPLATES = {
+    "chatml": "{% for message in messages %}" + MESSAGE + "{% endfor %}" + ASK,
+    "strict": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if message['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}" + MESSAGE + "{% endfor %}" + ASK
+    ),
+    "strips_earlier_thinking": (
+        "{% for message in messages %}{% set text = message['content'] %}"
+        "{% if message['role'] == 'assistant' and not loop.last %}"
+        "{% set text = text.split('</think>')[-1] %}{% endif %}"
+        "{{ '<|turn|>' + message['role'] + '\n' + text + '<|end|>\n' }}{% endfor %}" + ASK
+    ),
+    "strips_all_thinking": (
+        "{% for message in messages %}"
+        "{{ '<|turn|>' + message['role'] + '\n' + message['content'].split('</think>')[-1]"
+        " + '<|end|>\n' }}{% endfor %}" + ASK
+    ),
+    "opens_thinking": (
+        "{% for message in messages %}" + MESSAGE + "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>' }}{% endif %}"
+    ),
+    "tagged": (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ '<|turn|>assistant\n' }}{% generation %}{{ message['content'] }}{% endgeneration %}"
+        "{{ '<|end|>\n' }}{% else %}" + MESSAGE + "{% endif %}{% endfor %}" + ASK
+    ),
+    "tags_the_user": (
+        "{% for message in messages %}{% if message['role'] == 'user' %}"
+        "{{ '<|turn|>user\n' }}{% generation %}{{ message['content'] }}{% endgeneration %}"
+        "{{ '<|end|>\n' }}{% else %}" + MESSAGE + "{% endif %}{% endfor %}" + ASK
+    ),
+    "tools": (
+        "{% if tools %}{{ '<|turn|>system\n' + (tools | tojson) + '<|end|>\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\n' }}"
+        "{% if message.reasoning_content %}"
+        "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
+        "{{ message['content'] or '' }}{% for call in message.tool_calls or [] %}"
+        "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
+        "{{ '<|end|>\n' }}{% endfor %}" + ASK
+    ),
+    "plain_text": ("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"),
+}
+
+
+@functools.cache
+def trained_tokenizer() -> str:
+    """A byte-level BPE of 400 tokens as JSON."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|start|>", "<|turn|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 4, trainer)
+    return tokenizer.to_str()
+
+
+def tokenizer_with(template: str | None = "chatml") -> PreTrainedTokenizerFast:
+    """Pad, end of text and turn end are one token, as in many chat models."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained_tokenizer()),
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        chat_template=None if template is None else TEMPLATES[template],
+    )
+
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
+def model_of(family: str = "llama", vocab_size: int = 400, **changes):
+    """TinyLlama (tied), TinyQwen (own head size, untied), TinyGemma (window, soft cap, scale)."""
+    torch.manual_seed(3)
+    shape = SHAPE | {"vocab_size": vocab_size} | changes
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
+    if family == "qwen":
+        return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16, tie_word_embeddings=False))
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            **shape,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=8,
+            final_logit_softcapping=5.0,
+            attn_logit_softcapping=20.0,
+        )
+    )
+
+
+def target_with(template: str | None = "chatml", family: str = "llama", **changes) -> Target:
+    tokenizer = None if template is None else tokenizer_with(template)
+    return Target.from_model(model_of(family, **changes), tokenizer, name=f"tiny-{family}")
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """TinyLlama with a ChatML-like template."""
+    return target_with()
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer():
+    return tokenizer_with
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    return model_of
+
+
+@pytest.fixture(scope="session")
+def make_target():
+    return target_with
