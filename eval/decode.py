@@ -128,11 +128,10 @@ def pick_rule(decoding: Decoding, drafter: Drafter) -> Rule:
             f"rule is {name!r} at temperature {decoding.sampling.temperature}; use greedy at 0 and "
             "rejection, match or point_mass above"
         )
-    if rule.draws_drafts != drafter.draws and name != "match" and not isinstance(drafter, Plain):
-        kind = "drawn" if rule.draws_drafts else "fixed, not drawn,"
+    if rule.draws_drafts and not drafter.draws:
         raise ValueError(
-            f"rule {name!r} needs {kind} drafts; give the drafter temperature "
-            f"{'above 0' if rule.draws_drafts else '0'}, or use rule match"
+            f"rule {name!r} needs drafts drawn at the temperature of the text, these are the "
+            "likeliest; give the drafter that temperature, or use rule match or point_mass"
         )
     return rule
 
@@ -221,7 +220,8 @@ class _Run:
         """The target's law; greedy without a penalty, the logits do as well."""
         sampling = self._decoding.sampling
         if sampling.is_greedy and seen_1V is None:
-            return logits_V
+            # Half precision has no fast argmax on CPUs.
+            return logits_V.float() if logits_V.element_size() < 4 else logits_V
         return process(logits_V[None], sampling, seen_1V)[0]
 
     def _noise(self) -> KeyedNoise:

@@ -89,10 +89,13 @@ class EagleDrafter:
         """Run the rows that wait; returns the output of the newest, [1, D]."""
         assert self._cache.length + len(self._ids) == self._num_rows, "a row was lost"
         features = self._features
+        if not features:  # proposed before: nothing new since
+            return self._newest_1D
         feature_1TD = features[0] if len(features) == 1 else torch.cat(features, 1)
         hidden_1TD = self._step(feature_1TD, self._ids, self._cache.length)
         self._forget()
-        return hidden_1TD[0, -1:]
+        self._newest_1D = hidden_1TD[0, -1:]
+        return self._newest_1D
 
     def _forget(self) -> None:
         self._features: list[Tensor] = []

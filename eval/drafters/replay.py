@@ -16,7 +16,7 @@ class Plain:
     """Drafts nothing: the loop is then plain decoding."""
 
     layers: tuple[int, ...] = ()
-    draws = False
+    draws = True  # every one of them: any rule will do
 
     def start(self, ids: Sequence[int], captured: Captured) -> None:  # noqa: ARG002
         """Note the newest token."""

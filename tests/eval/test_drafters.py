@@ -1,0 +1,232 @@
+"""Drafters against brute force: every draft recomputed from the whole prefix without any cache."""
+
+import copy
+
+import pytest
+import torch
+
+from outrider.data.target import Target
+from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.replay import Plain, Replay, Uniform
+from outrider.eval.link import tables
+from outrider.eval.noise import KeyedNoise
+from outrider.eval.tree import ChainPlan, Growth, TreePlan, plan_named
+from outrider.heads import EagleConfig, EagleHead
+
+PREFIX = [5, 9, 14, 22, 8, 31, 40, 17]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return Target.from_model(copy.deepcopy(tiny_target.model).double())
+
+
+@pytest.fixture(scope="module", params=["eagle3", "eagle1"])
+def head(request, tiny_head, target):
+    if request.param == "eagle3":
+        return copy.deepcopy(tiny_head).double().attach(tables(target))
+    torch.manual_seed(2)
+    config = EagleConfig.from_target(target.config, kind="eagle1")
+    return EagleHead(config).double().attach(tables(target)).eval().requires_grad_(False)
+
+
+class Rows:
+    """The drafter's view of a growing text, from full passes of the target."""
+
+    def __init__(self, target, layers):
+        self.target, self.layers = target, layers
+
+    def states(self, ids, start=0):
+        captured = self.target.run(torch.tensor([ids]), layers=self.layers)
+        return type(captured)(*(part[:, start:] for part in captured))
+
+    def started(self, drafter, ids):
+        drafter.start(ids, self.states(ids[:-1]))
+        return drafter
+
+    def accepted(self, drafter, ids, new):
+        drafter.accept(new, self.states(ids + new[:-1], start=len(ids) - 1))
+
+
+def outputs(head, rows, ids, drafted):
+    """Logits after `drafted` tokens beyond the text, running every row anew."""
+    captured = rows.states(ids[:-1])
+    feature = head.project(captured.aux_BTF, captured.last_BTH)
+    following = ids[1:]
+    for step in range(len(drafted) + 1):
+        position = torch.arange(feature.shape[1])[None]
+        hidden = head.step(feature, torch.tensor([following]), position)
+        if step < len(drafted):
+            # The row's own output stands in for the state that the target has not made.
+            feature = torch.cat([feature, hidden[:, -1:]], dim=1)
+            following = [*following, drafted[step]]
+    return head.draft_logits(hidden[0, -1:])[0]
+
+
+def best_first(head, rows, ids, plan):
+    """The EAGLE-2 tree, with every node's law from `outputs`."""
+    growth, paths = Growth(ids[-1]), {0: []}
+    for _ in range(plan.depth):
+        frontier = growth.frontier
+        laws = [outputs(head, rows, ids, paths[node]).log_softmax(-1) for node in frontier]
+        top = [law.topk(plan.width) for law in laws]
+        tokens = [head.draft_ids_W[one.indices].tolist() for one in top]
+        start = len(growth.tokens)
+        growth.add_level([one.values.tolist() for one in top], tokens, plan.width)
+        for node in range(start, len(growth.tokens)):
+            paths[node] = [*paths[growth.parents[node]], growth.tokens[node]]
+    return growth.select(plan.nodes)
+
+
+def test_a_chain_equals_redrafting_from_the_whole_prefix(target, head):
+    drafter = EagleDrafter(head, ChainPlan(4))
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)
+    tokens = list(drafter.propose(99, KeyedNoise(0, 0, 8)).tree.tokens)
+    assert tokens[0] == PREFIX[-1]
+    for step in range(4):
+        law = outputs(head, rows, PREFIX, tokens[1 : step + 1])
+        assert tokens[step + 1] == int(head.draft_ids_W[law.argmax()])
+
+
+def test_drawn_chains_carry_the_very_law_they_were_drawn_from(target, head):
+    drafter = EagleDrafter(head, ChainPlan(3), temperature=0.7)
+    rows = Rows(target, drafter.layers)
+    seen = set()
+    for row in range(5):
+        rows.started(drafter, PREFIX)
+        draft = drafter.propose(99, KeyedNoise(0, row, 8))
+        tokens = draft.tree.tokens[1:]
+        seen.add(tokens)
+        for step, token in enumerate(tokens):
+            logits = outputs(head, rows, PREFIX, list(tokens[:step]))
+            expected = head.scatter((logits / 0.7).softmax(-1)[None])[0]
+            law = draft.law(step + 1)
+            assert (law - expected).abs().max() < 1e-9
+            assert law[token] > 0
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("plan", [TreePlan(3, 3, 9), TreePlan(2, 4, 20), TreePlan(4, 1, 3)])
+def test_a_tree_equals_redrafting_every_path(target, head, plan):
+    drafter = EagleDrafter(head, plan)
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)
+    tree = drafter.propose(99, KeyedNoise(0, 0, 8)).tree
+    assert tree == best_first(head, rows, PREFIX, plan)
+    # A second proposal finds nothing of the first one's rejected rows.
+    rows.accepted(drafter, PREFIX, [33])
+    longer = [*PREFIX, 33]
+    again = drafter.propose(99, KeyedNoise(0, 0, 9)).tree
+    assert again == best_first(head, rows, longer, plan)
+
+
+@pytest.mark.parametrize("plan", ["chain:3", "tree:3,3,8"])
+def test_accepted_drafts_are_rebuilt_from_the_targets_states(target, head, plan):
+    drafter = EagleDrafter(head, plan_named(plan))
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)
+    ids = PREFIX
+    for new in ([50], [7, 30, 41], [12, 20]):
+        drafter.propose(99, KeyedNoise(0, 0, len(ids)))
+        rows.accepted(drafter, ids, new)
+        ids = ids + new
+        fresh = rows.started(EagleDrafter(head, plan_named(plan)), ids)
+        noise = KeyedNoise(0, 0, len(ids))
+        assert drafter.propose(99, noise).tree == fresh.propose(99, noise).tree
+        assert drafter._cache.length == fresh._cache.length == len(ids) - 1
+        ours, theirs = drafter._cache._key, fresh._cache._key
+        used = len(ids) - 1
+        assert (ours[:, :, :used] - theirs[:, :, :used]).abs().max() < 1e-9
+
+
+def test_rows_left_in_the_cache_are_noticed(target, tiny_head, monkeypatch):
+    head = copy.deepcopy(tiny_head).double().attach(tables(target))
+    drafter = EagleDrafter(head, ChainPlan(3))
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)
+    monkeypatch.setattr(drafter._cache, "truncate", lambda length: None)
+    drafter.propose(99, KeyedNoise(0, 0, 8))
+    rows.accepted(drafter, PREFIX, [33])
+    with pytest.raises(AssertionError, match="a row was lost"):
+        drafter.propose(99, KeyedNoise(0, 0, 9))
+
+
+def test_rounds_without_a_draft_lose_no_row(target, head):
+    drafter = EagleDrafter(head, ChainPlan(3))
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)
+    assert len(drafter.propose(0, KeyedNoise(0, 0, 8)).tree) == 1
+    rows.accepted(drafter, PREFIX, [33, 12])
+    ids = [*PREFIX, 33, 12]
+    fresh = rows.started(EagleDrafter(head, ChainPlan(3)), ids)
+    noise = KeyedNoise(0, 0, len(ids))
+    assert drafter.propose(99, noise).tree == fresh.propose(99, noise).tree
+
+
+@pytest.mark.parametrize("plan", ["chain:5", "tree:5,1,9"])
+def test_no_draft_runs_past_the_heads_positions(target, tiny_head, plan, monkeypatch):
+    config = EagleConfig.from_dict({**tiny_head.config.to_dict(), "max_position_embeddings": 10})
+    head = EagleHead(config, tiny_head.draft_ids_W).double().attach(tables(target)).eval()
+    positions, step = [], head.step
+
+    def noted(feature, ids, position, *rest):
+        positions.extend(position.flatten().tolist())
+        return step(feature, ids, position, *rest)
+
+    monkeypatch.setattr(head, "step", noted)
+    drafter = EagleDrafter(head, plan_named(plan))
+    rows = Rows(target, drafter.layers)
+    rows.started(drafter, PREFIX)  # 7 rows: positions 7, 8 and 9 are left, so 4 drafts
+    tree = drafter.propose(99, KeyedNoise(0, 0, 8)).tree
+    assert max(tree.depths) == 4
+    ids = list(PREFIX)
+    for depth in (3, 2, 1, 0, 0):
+        rows.accepted(drafter, ids, [20])
+        ids.append(20)
+        assert max(drafter.propose(99, KeyedNoise(0, 0, len(ids))).tree.depths) == depth
+    assert max(positions) == 9
+
+
+def test_a_depth_limit_is_kept(target, head):
+    for plan in ("chain:5", "tree:5,1,9"):
+        drafter = EagleDrafter(head, plan_named(plan))
+        rows = Rows(target, drafter.layers)
+        rows.started(drafter, PREFIX)
+        tree = drafter.propose(2, KeyedNoise(0, 0, 8)).tree
+        assert max(tree.depths) == 2
+
+
+def test_drawn_trees_are_refused(tiny_head):
+    with pytest.raises(ValueError, match="trees take the likeliest tokens, so give 0, or a chain"):
+        EagleDrafter(tiny_head, TreePlan(2, 2, 4), temperature=1.0)
+
+
+def test_replayed_text_follows_the_row():
+    drafter = Replay([1, 2, 3, 4, 5, 6], 3)
+    drafter.start([1, 2], None)
+    noise = KeyedNoise(0, 0, 2)
+    assert drafter.propose(99, noise).tree.tokens == (2, 3, 4, 5)
+    assert drafter.propose(1, noise).tree.tokens == (2, 3)
+    drafter.accept([3, 4, 9], None)
+    assert drafter.propose(99, noise).tree.tokens == (9, 6)
+    wrong = Replay([1, 2, 3, 4], 3, shift=1, vocab_size=5)
+    wrong.start([1], None)
+    assert wrong.propose(99, noise).tree.tokens == (1, 3, 4, 0)
+
+
+def test_uniform_drafts_follow_their_law():
+    drafter = Uniform(10, 2)
+    drafter.start([4], None)
+    drafts = [drafter.propose(99, KeyedNoise(0, row, 1)) for row in range(200)]
+    tokens = {token for draft in drafts for token in draft.tree.tokens[1:]}
+    assert tokens == set(range(10))
+    assert drafts[0].law(1).tolist() == pytest.approx([0.1] * 10)
+
+
+def test_plain_drafts_nothing():
+    drafter = Plain()
+    drafter.start([4, 6], None)
+    assert drafter.propose(99, KeyedNoise(0, 0, 2)).tree.tokens == (6,)
+    drafter.accept([7], None)
+    assert drafter.propose(99, KeyedNoise(0, 0, 3)).tree.tokens == (7,)
