@@ -98,7 +98,7 @@ class _ScorePairs(torch.autograd.Function):
         loss_PK, accept_PK = torch.empty_like(weight_PK), torch.empty_like(weight_PK)
         needs_hidden, needs_output = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_PKD) if needs_hidden else None
-        grad_output = output_WD.new_zeros(output_WD.shape) if needs_output else None
+        grad_output = None
         size = max(1, CHUNK_ELEMENTS // (steps * table.shape[0]))
         for start in range(0, hidden_PKD.shape[0], size):
             rows = slice(start, start + size)
@@ -108,8 +108,11 @@ class _ScorePairs(torch.autograd.Function):
             _score_chunk(logits_XW, probs, weight_PK[rows], (loss_PK[rows], accept_PK[rows]), name)
             if grad_hidden is not None:
                 grad_hidden[rows] = (logits_XW @ table).unflatten(0, (-1, steps))
-            if grad_output is not None:
-                grad_output += logits_XW.T @ hidden
+            if needs_output:
+                part = (logits_XW.T @ hidden).to(output_WD.dtype)
+                grad_output = part if grad_output is None else grad_output.add_(part)
+        if needs_output and grad_output is None:
+            grad_output = torch.zeros_like(output_WD)
         ctx.save_for_backward(grad_hidden, grad_output)
         ctx.mark_non_differentiable(loss_PK, accept_PK)
         return (loss_PK * weight_PK).sum(), loss_PK, accept_PK
