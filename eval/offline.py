@@ -18,7 +18,7 @@ from outrider.eval.renewal import Renewal, renewal, survival
 from outrider.eval.rules import rule_named
 from outrider.eval.scores import PLACE_BIN, Score, join
 from outrider.eval.traces import Trace, TraceRow, seen
-from outrider.heads.eagle import EagleHead
+from outrider.heads import EagleHead
 from outrider.heads.plan import RowPlan
 from outrider.heads.unroll import unroll
 
@@ -39,6 +39,11 @@ class Coins(NamedTuple):
     """The target's mass inside the draft vocabulary."""
     top_inside: Tensor
     """Whether the target's likeliest token is inside the draft vocabulary."""
+
+    def where(self, is_drafted: Tensor) -> "Coins":
+        """The same with nothing accepted where nothing is drafted."""
+        first, alpha, best = (part * is_drafted for part in self[:3])
+        return Coins(first, alpha, best, self.inside, self.top_inside)
 
 
 def score_chain(
@@ -149,6 +154,14 @@ def _coins(
             n = (context.place_N[span_N] > step).nonzero()[:, 0]
             logits_NW = head.draft_logits(hidden_KND[step][span_N[n] - step]).float()
             found = judge.coins(n, logits_NW, rule)
+            # As in decoding: no draft runs at a position that the head was not made for.
+            is_drafted_N = context.position_N[span_N[n]] - 2 < head.config.max_position_embeddings
+            found = found._replace(
+                **{
+                    name: getattr(found, name) * is_drafted_N
+                    for name in ("accept", "alpha", "best")
+                }
+            )
             row_N = context.row_N[span_N[n]]
             start_N = context.place_N[span_N[n]] - step
             for table, value_N in zip(tables, found, strict=True):

@@ -1,6 +1,7 @@
 """The figures of metrics, against hand-counted rounds."""
 
 import pytest
+
 from outrider.eval.metrics import Round, count
 
 

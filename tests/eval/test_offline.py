@@ -11,8 +11,7 @@ from outrider.data.target import Target
 from outrider.eval.offline import score_chain
 from outrider.eval.scores import Score, difference, summary
 from outrider.eval.traces import Text, Trace, build_trace
-from outrider.heads.cache import HeadCache
-from outrider.heads.eagle import EagleHead
+from outrider.heads import EagleHead, HeadCache
 
 LAYERS = (1, 3, 5)
 WARM = Sampling(temperature=0.6)
@@ -187,7 +186,7 @@ def test_unfit_requests_are_refused(
     def ask(trace: Trace, **settings: object) -> dict[int, Score]:
         return score_chain(tiny_head, trace, tiny_target, **settings)  # type: ignore[arg-type]
 
-    with pytest.raises(ValueError, match="rule 'greedy' does not fit text of temperature 0.6"):
+    with pytest.raises(ValueError, match=r"rule 'greedy' does not fit text of temperature 0\.6"):
         ask(warm_trace, rule="greedy")
     with pytest.raises(ValueError, match="rule 'rejection' does not fit"):
         ask(greedy_trace, rule="rejection")

@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from outrider.eval.renewal import outcome, renewal, survival
 
 VOCAB, BUDGET, EOS, ROOT = 3, 5, 0, 1

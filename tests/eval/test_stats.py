@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from outrider.eval.stats import Interval, median, ratio, ratio_difference
 
 

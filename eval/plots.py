@@ -1,0 +1,187 @@
+"""Plots as inline SVG that takes its colours from the page, so light and dark both read well."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Stand-ins that no plot uses otherwise; `_themed` turns them into the page's own colours.
+_INK, _GRID, _PAPER = "#010203", "#040506", "#070809"
+_SERIES = ("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "outrider",
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "text.color": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.titlecolor": _INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "legend.labelcolor": _INK,
+}
+
+Line = Mapping[str, float]
+"""An interval: value, low, high."""
+
+
+def survival_plot(lines: Mapping[str, Sequence[Line]]) -> str:
+    """Chance that at least i drafts of a round are accepted, by depth i; one line a result."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(6.4, 3.6)
+        for index, (name, points) in enumerate(lines.items()):
+            depth = [i + 1 + 0.06 * (index - (len(lines) - 1) / 2) for i in range(len(points))]
+            _errors(axes, depth, points, index, name, line=True)
+        deepest = max(len(points) for points in lines.values())
+        axes.set_xticks(range(1, deepest + 1))
+        axes.set_xlim(0.7, deepest + 0.3)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("draft position in the round")
+        axes.set_ylabel("share of rounds that accept it")
+        _legend(axes, len(lines))
+        return _svg(figure, "survival", "Acceptance by draft position with 95% intervals")
+
+
+def kind_plot(groups: Mapping[str, Mapping[str, Line]], label: str) -> str:
+    """One row a kind, one dot a result: groups maps result name to kind to interval."""
+    kinds = sorted({kind for group in groups.values() for kind in group})
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(6.4, 0.9 + 0.46 * max(2, len(kinds)))
+        for index, (name, group) in enumerate(groups.items()):
+            shift = 0.16 * (index - (len(groups) - 1) / 2)
+            rows = [(kinds.index(kind) + shift, group[kind]) for kind in kinds if kind in group]
+            _errors(axes, [y for y, _ in rows], [p for _, p in rows], index, name, across=True)
+        axes.axvline(1.0, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
+        axes.set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
+        axes.set_ylim(len(kinds) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(label)
+        _legend(axes, len(groups))
+        return _svg(figure, f"kinds-{label[:8].strip()}", f"{label}, by kind of prompt")
+
+
+def length_plot(groups: Mapping[str, Mapping[str, Line]], label: str, name: str) -> str:
+    """One column a draft setting, one dot a result; the dashed line is plain decoding."""
+    settings = list(dict.fromkeys(draft for group in groups.values() for draft in group))
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(6.4, 3.4)
+        for index, (series, group) in enumerate(groups.items()):
+            shift = 0.1 * (index - (len(groups) - 1) / 2)
+            points = [(settings.index(d) + shift, group[d]) for d in settings if d in group]
+            _errors(axes, [x for x, _ in points], [p for _, p in points], index, series)
+        axes.axhline(1.0, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
+        axes.set_xticks(range(len(settings)), settings)
+        axes.set_xlim(-0.5, len(settings) - 0.5)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("draft")
+        axes.set_ylabel(label)
+        _legend(axes, len(groups))
+        return _svg(figure, name, f"{label} by draft setting; the dashed line is plain decoding")
+
+
+def training_plot(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Training loss, and held-out tokens per target call where it was measured."""
+    losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    heldout = [(row["step"], row["tau"]) for row in rows if row.get("tau") is not None]
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(6.4, 3.2)
+        if losses:
+            axes.plot(*zip(*losses, strict=True), color=_SERIES[0], linewidth=1.6)
+            axes.set_ylabel("training loss", color=_SERIES[0])
+        axes.set_xlabel("optimizer step")
+        if heldout:
+            right = axes.twinx() if losses else axes
+            right.plot(*zip(*heldout, strict=True), color=_SERIES[1], marker="s", markersize=4.5)
+            right.set_ylabel("held-out tokens per target call", color=_SERIES[1])
+            right.grid(visible=False)
+        return _svg(figure, "training", "Training loss and held-out acceptance by optimizer step")
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _errors(
+    axes: Axes,
+    places: Sequence[float],
+    points: Sequence[Line],
+    index: int,
+    name: str,
+    *,
+    line: bool = False,
+    across: bool = False,
+) -> None:
+    values = [point["value"] for point in points]
+    # A lone prompt has no interval: its bounds are None or NaN.
+    low = [max(0.0, value - _bound(p, "low")) for value, p in zip(values, points, strict=True)]
+    high = [max(0.0, _bound(p, "high") - value) for value, p in zip(values, points, strict=True)]
+    x, y = (values, places) if across else (places, values)
+    axes.errorbar(
+        x,
+        y,
+        **{"xerr" if across else "yerr": [low, high]},
+        label=name,
+        color=_SERIES[index % len(_SERIES)],
+        marker=_MARKERS[index % len(_MARKERS)],
+        markersize=6,
+        markeredgecolor=_PAPER,
+        markeredgewidth=0.8,
+        linestyle="-" if line else "none",
+        linewidth=1.6,
+        elinewidth=1.6,
+        capsize=0,
+    )
+
+
+def _bound(point: Line, name: str) -> float:
+    bound = point.get(name)
+    return point["value"] if bound is None or bound != bound else bound
+
+
+def _legend(axes: Axes, count: int) -> None:
+    if count > 1:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(count, 3), borderaxespad=0.2
+        )
+
+
+def _svg(figure: Figure, name: str, label: str) -> str:
+    """The figure as one <svg> element with ids of its own and the page's colours."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    prefix = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    text = re.sub(r'\bid="', f'id="{prefix}-', text)
+    text = re.sub(r'href="#', f'href="#{prefix}-', text)
+    text = text.replace("url(#", f"url(#{prefix}-")
+    # A fixed size would not fit a phone; the view box keeps the shape.
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    return _themed(text)
+
+
+def _themed(text: str) -> str:
+    text = text.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
+    text = text.replace(_PAPER, "var(--paper)")
+    for index, colour in enumerate(_SERIES):
+        text = text.replace(colour, f"var(--series-{index + 1})")
+    return text
