@@ -180,7 +180,7 @@ def test_bos_stands_once_and_twice_is_refused(template):
 
 def test_rendered_text_is_masked_by_the_templates_marker(template):
     using = template("chatml")
-    messages = chat("Hello", "Paris é", "why", "no.")
+    messages = chat("Hello", "Paris \u00e9", "why", "no.")
     (encoded,) = encode(messages, using)
     again = encode_text(using.text(encoded.ids), using)
     assert (again.ids, again.mask) == (encoded.ids, encoded.mask)

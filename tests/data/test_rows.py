@@ -245,7 +245,7 @@ def test_answers_of_another_target_are_refused(tmp_path, target, make_target):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.jsonl.xz"])
 def test_json_lines_plain_and_packed(tmp_path, name):
-    rows = [{"messages": chat("Hello", "é")}, {"messages": chat("why", "no.")}]
+    rows = [{"messages": chat("Hello", "\u00e9")}, {"messages": chat("why", "no.")}]
     assert list(records(write(tmp_path / name, rows))) == rows
 
 

@@ -1,0 +1,107 @@
+"""`outrider prepare`, `outrider target`: size first, a budget, and a store that training finds."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.data.rows import Reading, read_rows
+from outrider.data.store import FeatureStore
+from outrider.data.target import Target
+from outrider.scripts import prepare_command, target_command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target on the disk and rows for it."""
+    path = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(path / "model")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(path / "model")
+    rows = [
+        {"input_ids": [3 + i, 4, 5, 6, 7 + i, 1], "loss_mask": [0, 0, 0, 1, 1, 1]}
+        for i in range(20)
+    ]
+    (path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def arguments(folder, *more):
+    target, data = str(folder / "model"), str(folder / "rows.jsonl")
+    return ["--target", target, "--data", data, "--max-length", "16", *more]
+
+
+def test_the_plan_prints_counts_and_size_and_writes_nothing(folder, tmp_path, capsys):
+    prepare_command.main(arguments(folder, "--out", str(tmp_path / "out"), "--plan"))
+    printed = capsys.readouterr().out
+    assert "20 read, 20 kept" in printed
+    assert "features of layers (2, 4, 5) and the last state: 0.000 GB" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_finds_what_was_prepared(folder, tmp_path, capsys, monkeypatch):
+    prepare_command.main(arguments(folder, "--out", str(tmp_path)))
+    assert "20 rows in" in capsys.readouterr().out
+    target = Target.load(str(folder / "model"))
+    rows, _ = read_rows(str(folder / "rows.jsonl"), target, Reading(max_length=16))
+
+    def never(*_, **__):
+        raise AssertionError("the target ran again")
+
+    monkeypatch.setattr(Target, "run", never)
+    stored = FeatureStore.build_or_open(
+        target, rows, layers=(2, 4, 5), dtype=torch.bfloat16, root=tmp_path, progress=False
+    )
+    assert stored.row(3).aux_TF.shape == (6, 96)
+
+
+def test_eagle_1_needs_the_last_state_only(folder, tmp_path, capsys):
+    prepare_command.main(arguments(folder, "--out", str(tmp_path), "--last-only"))
+    assert "layers (none)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-gigabytes", "0.000001"], "max_bytes is 1,000"),
+        (["--layers", "9"], r"layers holds \[9\]"),
+    ],
+)
+def test_refusals(folder, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_command.main(arguments(folder, "--out", str(tmp_path), *more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-gigabytes", "-1"], "give a positive number"),
+        (["--layers", "2", "--last-only"], "leave one of them out"),
+    ],
+)
+def test_settings_that_contradict_each_other_end_with_status_2(
+    folder, tmp_path, more, message, capsys
+):
+    with pytest.raises(SystemExit) as caught:
+        prepare_command.main(arguments(folder, "--out", str(tmp_path), *more))
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("\u2502", "").split())
+
+
+def test_the_target_command_prints_the_folder(folder, capsys):
+    target_command.main([str(folder / "model")])
+    assert capsys.readouterr().out.strip() == str(folder / "model")
