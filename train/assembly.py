@@ -112,30 +112,22 @@ def make_head(
         norm_output=choice.norm_output,
     )
     head = EagleHead(config, vocabulary.draft_ids_W if vocabulary else None).attach(tables(target))
-    start(head, old)
+    head.start_from_target()
+    if old is not None:
+        adopt(head, old)
     return vocabulary, head
 
 
 @torch.no_grad()
-def start(head: EagleHead, old: EagleHead | None) -> None:
-    """Begin at the old head; a new one begins with the target's output head where widths agree."""
-    is_own = head.config.kind == "eagle3"
-    if is_own and head.config.hidden_size == head.config.target_hidden_size:
-        rows_WD = head.teacher_rows(head.lm_head.weight.dtype)
-        head.lm_head.weight[: rows_WD.shape[0]] = rows_WD
-        norm_D = head.lent().norm_H
-        if norm_D is not None:
-            head.norm.weight.copy_(norm_D)
-    if old is None:
-        return
+def adopt(head: EagleHead, old: EagleHead) -> None:
+    """Take over the old head's weights, its output rows by target id where both have the id."""
     kept = {k: v for k, v in old.state_dict().items() if k not in ("d2t", "t2d", "lm_head.weight")}
     head.load_state_dict(kept, strict=False)
-    if is_own:
-        place_V = torch.full((old.config.vocab_size,), -1)
-        place_V[old.draft_ids_W] = torch.arange(old.draft_ids_W.shape[0])
-        source_W = place_V[head.draft_ids_W]
-        known_W = source_W >= 0
-        head.lm_head.weight[known_W] = old.lm_head.weight[source_W[known_W]]
+    place_V = torch.full((old.config.vocab_size,), -1)
+    place_V[old.draft_ids_W] = torch.arange(len(old.draft_ids_W))
+    source_W = place_V[head.draft_ids_W]
+    known_W = source_W >= 0
+    head.lm_head.weight[known_W] = old.lm_head.weight[source_W[known_W]]
 
 
 def features(ground: Ground) -> Features:

@@ -85,7 +85,9 @@ class Loop:
             return
         self.position = checkpoint.restore(folder, self.live, self.claims, self.settings.run.waive)
         if self.accelerator.is_main_process:
-            print(f"continuing from {folder} ({self.position.step} of {self.num_steps} steps)")
+            done = f"{self.position.step} of {self.num_steps} steps"
+            is_done = self.position.step == self.num_steps
+            print(f"already trained: {done} in {folder}" if is_done else f"continuing: {done}")
 
     def step(self, *, asked: bool) -> bool:
         """One optimiser step over a window of micro-batches; true if any rank wants to stop."""

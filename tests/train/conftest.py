@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.target import Target
 from outrider.train.eagle import main
 
 VOCAB, TOKENIZER = 128, 97
@@ -35,7 +36,10 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=0,
         eos_token_id=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # padding rows that are never the likeliest, as in a trained model
+        model.model.embed_tokens.weight[TOKENIZER:] *= 0.01
+    model.save_pretrained(folder)
     words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, TOKENIZER)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -67,6 +71,39 @@ def write_rows(path: Path, rows: Rows) -> Path:
 def rows_file(tmp_path: Path) -> Path:
     """28 rows that pack into 7 of 64 positions or so."""
     return write_rows(tmp_path / "rows.jsonl", random_rows(1, [16, 12, 20, 9] * 7))
+
+
+@pytest.fixture
+def unlike_rows(tmp_path: Path) -> Path:
+    """18 rows that fill a pack of 40 each, with 1 to 31 supervised tokens."""
+    supervised = [17, 3, 9, 30, 2, 12, 25, 7, 1, 19, 5, 28, 14, 4, 22, 8, 2, 31]
+    rows = random_rows(2, [36] * 18)
+    for row, count in zip(rows, supervised, strict=True):
+        row["loss_mask"] = [0] * (36 - count) + [1] * count
+    return write_rows(tmp_path / "unlike.jsonl", rows)
+
+
+@pytest.fixture
+def one_row(tmp_path: Path) -> Path:
+    """A single row."""
+    return write_rows(tmp_path / "one.jsonl", random_rows(3, [40]))
+
+
+@pytest.fixture
+def heldout_file(tmp_path: Path, target_folder: Path) -> Path:
+    """Prompts that the target itself answered greedily."""
+    target = Target.load(str(target_folder))
+    rows: Rows = []
+    for number, row in enumerate(random_rows(9, [8] * 10)):
+        ids = torch.tensor([row["input_ids"]])
+        for _ in range(12):
+            last = target.logits(target.run(ids).last_BTH[:, -1])
+            ids = torch.cat([ids, last.argmax(-1, keepdim=True)], dim=1)
+        whole = ids[0].tolist()
+        fields: dict[str, object] = {"id": f"h{number}", "kind": "random", "temperature": 0.0}
+        fields |= {"prompt_ids": whole[:8], "answer_ids": whole[8:]}
+        rows.append(fields)
+    return write_rows(tmp_path / "heldout.jsonl", rows)
 
 
 @pytest.fixture
