@@ -1,0 +1,334 @@
+"""Answers equal plain decoding row by row, whatever the batch; stopped runs go on; messages."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.data.demo.conversations import demo_requests
+from outrider.data.generate import Decoding, Request, answers, generate, prompt_ids
+from outrider.data.prompts import read_requests
+from outrider.data.rowfile import PartialRows
+from outrider.data.sampling import Sampling, Stream, draw, process, row_key, uniform
+from outrider.data.sources import records
+from outrider.data.target import Target
+from outrider.scripts.generate_command import main
+
+EOS = [5, 9, 17]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.3),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target in float64 with three end tokens, as files."""
+    path = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).double()
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(path)
+    words = {f"w{token}": token for token in range(95)} | {"user": 95, "assistant": 96}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w3", eos_token="w5", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return Target.load(str(folder), dtype=torch.float64)
+
+
+def requests(num=14):
+    made = []
+    for index in range(num):
+        content = " ".join(f"w{(7 * index + 3 * step) % 95}" for step in range(1 + 5 * index % 11))
+        messages = [{"role": "user", "content": content}]
+        sampling = SAMPLINGS[index % len(SAMPLINGS)]
+        made.append(Request(f"r{index}", messages, sampling, {"kind": f"k{index % 2}"}))
+    return made
+
+
+def answered(target, asked, **settings):
+    pairs = list(zip(asked, prompt_ids(target, asked), strict=True))
+    found = answers(target, pairs, Decoding(max_new_tokens=20, **settings))
+    return {answer.request.id: answer for answer in found}
+
+
+def by_hand(target, request, ids, seed):
+    """One row, one token at a time, no cache, no batch."""
+    path = list(ids)
+    while len(path) < len(ids) + 20:
+        with torch.no_grad():
+            logits_V = target.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
+        seen_1V = torch.zeros(1, 97, dtype=torch.bool)
+        seen_1V[0, path] = True
+        probs_V = process(logits_V[None], request.sampling, seen_1V)[0]
+        coin = uniform(seed, row_key(request.id), len(path), Stream.TARGET)
+        path.append(draw(probs_V, coin))
+        if path[-1] in EOS:
+            break
+    return path[len(ids) :]
+
+
+def test_answers_are_plain_decoding_row_by_row(target):
+    asked = requests()
+    found = answered(target, asked, batch_size=4, seed=3)
+    assert len(found) == len(asked)
+    for request, ids in zip(asked, prompt_ids(target, asked), strict=True):
+        answer = found[request.id]
+        assert answer.prompt_ids == ids
+        assert answer.answer_ids == by_hand(target, request, ids, seed=3)
+        assert answer.finish == ("stop" if answer.answer_ids[-1] in EOS else "length")
+        assert len(answer.answer_ids) == 20 or answer.finish == "stop"
+        assert not set(answer.answer_ids[:-1]) & set(EOS)
+    assert {answer.finish for answer in found.values()} == {"stop", "length"}
+    assert len({answer.answer_ids[-1] for answer in found.values()} & set(EOS)) > 1
+
+
+def test_greedy_answers_are_those_of_transformers(target):
+    asked = [request._replace(sampling=Sampling()) for request in requests()]
+    found = answered(target, asked, batch_size=5)
+    for request, ids in zip(asked, prompt_ids(target, asked), strict=True):
+        theirs = target.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=20,
+        )
+        assert found[request.id].answer_ids == theirs[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_answers_do_not_depend_on_batch_or_order(target, batch_size):
+    whole = answered(target, requests(), batch_size=4)
+    again = answered(target, requests()[::-1], batch_size=batch_size)
+    assert again == whole
+
+
+def test_the_seed_and_the_id_change_sampled_answers_only(target):
+    whole = answered(target, requests())
+    other = answered(target, requests(), seed=1)
+    renamed = answered(target, [r._replace(id=f"{r.id}-b") for r in requests()])
+    for request in requests():
+        ids = whole[request.id].answer_ids
+        is_same = request.sampling.is_greedy or len(ids) < 4
+        assert (other[request.id].answer_ids == ids) is is_same or len(ids) < 4
+        assert (renamed[f"{request.id}-b"].answer_ids == ids) is is_same or len(ids) < 4
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz"])
+def test_rows_are_written_in_the_order_asked(target, tmp_path, suffix):
+    out = tmp_path / f"rows{suffix}"
+    written = generate(target, requests(), out, Decoding(max_new_tokens=20, batch_size=3, seed=3))
+    rows = list(records(str(out)))
+    assert [row["id"] for row in rows] == [f"r{index}" for index in range(14)]
+    assert written == (14, sum(len(row["answer_ids"]) for row in rows), 14)
+    assert list(tmp_path.iterdir()) == [out]
+    answer = answered(target, requests()[1:2], seed=3)["r1"]
+    assert rows[1] == {
+        "id": "r1",
+        "kind": "k1",
+        "temperature": 1.0,
+        "seed": 3,
+        "messages": [
+            *requests()[1].messages,
+            {"role": "assistant", "content": target.tokenizer.decode(
+                answer.answer_ids, skip_special_tokens=True)},
+        ],
+        "prompt_ids": answer.prompt_ids,
+        "answer_ids": answer.answer_ids,
+        "finish": answer.finish,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": r.id, "messages": r.messages} for r in requests(30)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out, whole = tmp_path / "rows.jsonl", tmp_path / "whole.jsonl"
+    common = ["--target", str(folder), "--prompts", str(prompts), "--temperature", "0.9"]
+    common += ["--batch-size", "2", "--max-new-tokens", "90"]
+    partial = tmp_path / "rows.jsonl.partial.jsonl"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "outrider.scripts.cli", "generate", *common, "--out", str(out)],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 4:
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.02)
+    run.send_signal(blow)
+    _, stderr = run.communicate(timeout=60)
+    if blow == signal.SIGINT:
+        assert run.returncode == 130
+        assert b"stopped; the same command continues" in stderr
+    assert not out.exists()
+    with partial.open("ab") as file:
+        file.write(b'{"id": "r29", "prompt_i')
+    num_done = partial.read_bytes().count(b"\n") - 1
+    main([*common, "--out", str(out)])
+    assert f"{num_done} rows found finished" in capsys.readouterr().out
+    main([*common, "--out", str(whole)])
+    assert out.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+
+
+def test_other_settings_or_prompts_are_refused(target, tmp_path, monkeypatch):
+    from outrider.data import generate as module
+
+    out, asked = tmp_path / "rows.jsonl", [r._replace(sampling=Sampling()) for r in requests(3)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_with_progress", one_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            generate(target, asked, out, Decoding(max_new_tokens=20, batch_size=1))
+    decoding = Decoding(max_new_tokens=20)
+    with pytest.raises(ValueError, match=r"was made with .*'max_new_tokens': 20.* this run has"):
+        generate(target, asked, out, Decoding(max_new_tokens=21))
+    with pytest.raises(ValueError, match=r"was made with .*'seed': 0.* use the same settings"):
+        generate(target, asked, out, Decoding(max_new_tokens=20, seed=1))
+    warmer = [request._replace(sampling=SAMPLINGS[1]) for request in asked]
+    with pytest.raises(ValueError, match=r"was made with .*'temperature': 0\.0"):
+        generate(target, warmer, out, decoding)
+    done = json.loads((tmp_path / "rows.jsonl.partial.jsonl").read_text().splitlines()[1])["id"]
+    changed = [
+        r._replace(messages=[{"role": "user", "content": "w8"}]) if r.id == done else r
+        for r in asked
+    ]
+    with pytest.raises(ValueError, match=f"answers another prompt under id '{done}'; delete it"):
+        generate(target, changed, out, decoding)
+    assert generate(target, asked, out, decoding).num_new_rows == 2
+
+
+def one_then_stop(found, num_rows, num_todo):
+    yield next(found)
+    raise KeyboardInterrupt
+
+
+def test_two_runs_cannot_write_one_file(target, tmp_path):
+    with (
+        PartialRows(tmp_path / "rows.jsonl.partial.jsonl", {}),
+        pytest.raises(ValueError, match="is being written by another run; wait for it"),
+    ):
+        generate(target, requests(2), tmp_path / "rows.jsonl", Decoding(max_new_tokens=4))
+
+
+def test_messages_about_requests(target, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(ValueError, match="3 requests share 2 ids; give each its own id"):
+        generate(target, [*requests(2), requests(1)[0]], out, Decoding(max_new_tokens=4))
+    with pytest.raises(ValueError, match=r"'r0' has 3 tokens and max_new_tokens is 128; the t"):
+        generate(target, requests(1), out, Decoding())
+    mute = Target.from_model(target.model)
+    with pytest.raises(ValueError, match="target 'in-memory' has no tokenizer"):
+        generate(mute, requests(1), out, Decoding())
+    for name in ("max_new_tokens", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+            Decoding(**{name: 0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_are_read_from_messages_or_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    question = {"role": "user", "content": "Why?"}
+    answer = {"role": "assistant", "content": "Because."}
+    rows = [
+        {"id": "a", "messages": [question, answer, question, answer], "kind": "qa", "finish": "x"},
+        {"prompt": "Who?", "level": 3},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_requests(str(path), Sampling()) == [
+        Request("a", [question, answer, question], Sampling(), {"kind": "qa"}),
+        Request("row-000002", [{"role": "user", "content": "Who?"}], Sampling(), {"level": 3}),
+    ]
+    for bad, message in [
+        ('{"messages": [{"role": "system", "content": "x"}]}', "row 1 has no question; give `mess"),
+        ('{"text": "x"}', "row 1 has no question"),
+        ("oops", "row 1 is not JSON"),
+        ("", "has no rows; name a file of prompts"),
+    ]:
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=message):
+            read_requests(str(path), Sampling())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "give --prompts FILE or --demo"),
+        (["--demo", "--prompts", "x.jsonl"], "give --prompts FILE or --demo"),
+        (["--demo", "--top-k", "3"], "--demo brings its own temperatures"),
+    ],
+)
+def test_the_command_says_what_it_needs(tmp_path, capsys, extra, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["--target", "t", "--out", str(tmp_path / "rows.jsonl"), *extra])
+    assert stop.value.code == 2
+    assert message in " ".join(re.findall(r"[!-~]+", capsys.readouterr().err))
+
+
+@pytest.mark.parametrize("split", ["heldout"])
+def test_the_demo_file_is_what_the_command_asks(split):
+    rows = list(records({"heldout": "demo:heldout", "train": "demo"}[split]))
+    asked = demo_requests(split, {"heldout": 24, "train": 500}[split])
+    assert len(rows) == len(asked) == {"heldout": 288, "train": 3000}[split]
+    for row, request in zip(rows, asked, strict=True):
+        assert row["id"] == request.id
+        assert row["messages"][:-1] == request.messages
+        assert row["temperature"] == request.sampling.temperature
+        assert {key: row[key] for key in request.extra} == request.extra
+        assert (row["answer_ids"][-1] == 2) is (row["finish"] == "stop")
+        assert 1 <= len(row["answer_ids"]) <= 128
+        assert len(row["answer_ids"]) == 128 or row["finish"] == "stop"
+    num_tokens = sum(len(row["answer_ids"]) for row in rows)
+    assert num_tokens >= {"heldout": 25_000, "train": 260_000}[split]
+
+
+@pytest.mark.slow
+def test_the_demo_target_gives_the_demo_file():
+    target = Target.load("smollm2-demo")
+    rows = [row for row in records("demo:heldout") if row["kind"] in ("qa", "extract")][:16]
+    asked = {request.id: request for request in demo_requests("heldout", 24)}
+    chosen = [asked[row["id"]] for row in rows]
+    ids = prompt_ids(target, chosen)
+    assert ids == [row["prompt_ids"] for row in rows]
+    found = answers(target, list(zip(chosen, ids, strict=True)), Decoding(batch_size=8))
+    by_id = {answer.request.id: answer for answer in found}
+    same = [by_id[row["id"]].answer_ids == row["answer_ids"] for row in rows]
+    # A near tie may fall the other way where matrices are multiplied in another order.
+    assert sum(same) >= len(rows) - 1
