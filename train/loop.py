@@ -285,7 +285,6 @@ def closing(journal: Journal) -> Generator[None]:
 
 def describe(score: Score) -> str:
     """A held-out result in one line."""
-    tau = score.details.get("tau")
-    if not isinstance(tau, dict):
-        return f"{score.value:.4f}"
-    return ", ".join(f"tau {value:.3f} (chain of {depth})" for depth, value in tau.items())
+    lengths = score.details.get("tau_by_length", {})
+    by_length = ", ".join(f"{length}: {tau:.3f}" for length, tau in lengths.items())
+    return f"tau by length of chain {by_length}" if by_length else f"{score.value:.4f}"

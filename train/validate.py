@@ -68,7 +68,8 @@ def judge(trace: Trace, target: Target, depth: int) -> Callable[[Path], Score]:
         found = score_chain(head, trace, target, lengths=range(1, depth + 1))
         longest = found[depth]
         details: dict[str, Any] = {
-            "tau": {str(length): round(one.tau, 5) for length, one in found.items()},
+            "tau": round(longest.tau, 5),
+            "tau_by_length": {str(length): round(one.tau, 5) for length, one in found.items()},
             "survival": [round(share, 5) for share in longest.survival],
             "alpha": round(longest.alpha, 5),
             "tokens": int(longest.tokens_R.sum()),

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import outrider.train.eagle
+from outrider.data.batches import Batch
 from outrider.train import checkpoint
 from outrider.train.checkpoint import Claims, Position, Stateful, latest, step_of
 from outrider.train.journal import forget_after
-from outrider.train.objectives import EagleTask
+from outrider.train.objectives import EagleTask, EagleWork
 
 Train = Callable[..., Path]
 # 28 rows in 7 packs, one pack a step: 7 steps an epoch, 21 in all.
@@ -77,10 +78,10 @@ def test_c14_resume_equals_never_having_stopped(train: Train, step: int) -> None
 
 
 def test_c14_rows_come_in_the_same_order(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+    seen: list[list[list[str]]] = []
     prepare = EagleTask.prepare
 
-    def spy(self, batch):
+    def spy(self: EagleTask, batch: Batch) -> EagleWork:
         seen.append(batch.row_ids)
         return prepare(self, batch)
 
@@ -244,7 +245,7 @@ def test_an_interrupt_saves_and_the_same_command_continues(
     calls: list[int] = []
     prepare = EagleTask.prepare
 
-    def interrupted(self, batch):
+    def interrupted(self: EagleTask, batch: Batch) -> EagleWork:
         calls.append(1)
         if len(calls) == 10:
             os.kill(os.getpid(), signal.SIGINT)
