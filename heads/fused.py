@@ -105,11 +105,13 @@ class _ScorePairs(torch.autograd.Function):
             hidden = hidden_PKD[rows].flatten(0, 1)
             logits_XW = hidden @ table.T
             probs = teacher_probs(teacher, rows)
-            _score_chunk(logits_XW, probs, weight_PK[rows], (loss_PK[rows], accept_PK[rows]), name)
+            _score_chunk(logits_XW, probs, (loss_PK[rows], accept_PK[rows]), name)
+            # Weights scale rows, so they touch the narrow factors and not the wide gradient.
+            weight = weight_PK[rows].flatten().unsqueeze(1).to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = (logits_XW @ table).unflatten(0, (-1, steps))
+                grad_hidden[rows] = (logits_XW @ table).mul_(weight).unflatten(0, (-1, steps))
             if needs_output:
-                part = (logits_XW.T @ hidden).to(output_WD.dtype)
+                part = (logits_XW.T @ (hidden * weight)).to(output_WD.dtype)
                 grad_output = part if grad_output is None else grad_output.add_(part)
         if needs_output and grad_output is None:
             grad_output = torch.zeros_like(output_WD)
@@ -129,16 +131,16 @@ class _ScorePairs(torch.autograd.Function):
 
 
 def _score_chunk(
-    logits_XW: Tensor, probs_PW: Tensor, weight_PK: Tensor, out: tuple[Tensor, Tensor], name: str
+    logits_XW: Tensor, probs_PW: Tensor, out: tuple[Tensor, Tensor], name: str
 ) -> None:
-    """Fill losses and acceptances, and overwrite the logits with their weighted gradient."""
-    steps, width = weight_PK.shape[1], logits_XW.shape[1]
-    size = max(1, SLICE_ELEMENTS // (steps * width))
+    """Fill losses and acceptances, and overwrite the logits with their gradient."""
     loss_PK, accept_PK = out
-    for start in range(0, weight_PK.shape[0], size):
+    steps, width = loss_PK.shape[1], logits_XW.shape[1]
+    size = max(1, SLICE_ELEMENTS // (steps * width))
+    for start in range(0, loss_PK.shape[0], size):
         rows = slice(start, start + size)
         part = logits_XW[start * steps : (start + size) * steps].unflatten(0, (-1, steps))
-        logits = part.to(weight_PK.dtype)
+        logits = part.to(loss_PK.dtype)
         probs = probs_PW[rows].unsqueeze(1)
         if name in ("soft_ce", "kl"):
             scored, accept = _cross_entropy(logits, probs, name)
@@ -146,8 +148,7 @@ def _score_chunk(
             scored = slope(name, logits, probs)
             accept = torch.minimum(logits.softmax(-1), probs).sum(-1)
         loss_PK[rows], accept_PK[rows] = scored.loss_N, accept
-        torch.mul(scored.grad_NW, weight_PK[rows].unsqueeze(-1), out=logits)
-        part.copy_(logits)
+        part.copy_(scored.grad_NW)
 
 
 def _cross_entropy(logits: Tensor, probs: Tensor, name: str) -> tuple[Slope, Tensor]:
