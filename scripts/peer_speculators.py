@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 import tyro
-from torch import Tensor
 
 from outrider.data.batches import Features
 from outrider.data.target import Target
+from outrider.eval.link import tables
 from outrider.scripts.peer_format import read_offline, write_offline
 from outrider.scripts.peer_trainer import PeerRun, run_peer
 from outrider.train.assembly import Ground, features, lay_ground
@@ -117,20 +117,15 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
 
 def write_peer_rows(source: Features, target: Target, folder: Path, dtype: str) -> None:
     """All rows of `source` train; the peer insists on validation and gets the last row again."""
+    norm_weight_H = tables(target).norm_H
+    if norm_weight_H is None:
+        raise ValueError(
+            f"target {target.name} has no RMS norm before its output head; the peer applies one: "
+            "compare on a Llama-like target"
+        )
     last = len(source) - 1
     train = (source.rows([index])[0] for index in range(len(source)))
-    write_offline(train, source.rows([last]), final_norm(target), folder, getattr(torch, dtype))
-
-
-def final_norm(target: Target) -> Tensor:
-    """Weight of the norm between the target's last layer and its output head."""
-    norm = getattr(target.decoder, "norm", None)
-    if norm is None or not isinstance(weight := getattr(norm, "weight", None), Tensor):
-        raise ValueError(
-            f"target {target.name} keeps its final norm elsewhere than in `norm`; the peer reads "
-            "it there: compare on a Llama-like target"
-        )
-    return weight.detach()
+    write_offline(train, source.rows([last]), norm_weight_H, folder, getattr(torch, dtype))
 
 
 if __name__ == "__main__":
