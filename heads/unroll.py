@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.heads.attention import chain_attention
 from outrider.heads.eagle import EagleHead
+from outrider.heads.flex import flex_chain_attention
 from outrider.heads.layers import Weights
 from outrider.heads.plan import RowPlan
 
@@ -22,12 +23,16 @@ def unroll(
     position_BT: Tensor,
     plan: RowPlan,
     weights: Weights | None = None,
+    attention: str = "blocks",
 ) -> list[Tensor]:
     """Outputs [N, D] of every step, for the rows of the plan.
 
     feature is what head.project returned for the same weights; position restarts per document.
-    Pass weights=head.weights(torch.bfloat16) to compute in bf16 over fp32 parameters.
+    Pass weights=head.weights(torch.bfloat16) to compute in bf16 over fp32 parameters. attention is
+    "blocks" (anywhere) or "flex" (a fused kernel, for GPUs); both give the same numbers.
     """
+    if attention not in ("blocks", "flex"):
+        raise ValueError(f"attention is {attention!r}; choose blocks or flex")
     weights = weights or head.weights()
     feature_MD, ids_M = feature_BTD.flatten(0, 1), ids_BT.flatten()
     x, residual = head.enter(feature_MD, ids_M[plan.next_M], weights)
@@ -44,6 +49,10 @@ def unroll(
             own_keys.append(key)
             own_values.append(value)
         q_NAE = head.queries(x, position_N + step, weights)
-        attended = chain_attention(q_NAE, key_MKE, value_MKE, own_keys, own_values, plan.blocks)
+        inputs = (q_NAE, key_MKE, value_MKE, own_keys, own_values)
+        if attention == "flex" and plan.row_N.shape[0]:
+            attended = flex_chain_attention(*inputs, plan)
+        else:
+            attended = chain_attention(*inputs, plan.blocks)
         outputs.append(head.leave(residual, attended, weights))
     return outputs
