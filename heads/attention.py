@@ -74,6 +74,7 @@ class _ChainAttention(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401 - autograd's context
         *args: Any,  # noqa: ANN401 - as chain_attention passes them
+        **_: Any,  # noqa: ANN401 - none; the base class has them
     ) -> Tensor:
         blocks, q_NKGE, key_MKE, value_MKE, *own = args
         ctx.blocks = blocks

@@ -89,6 +89,7 @@ class _ScorePairs(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401 - autograd's context
         *args: Any,  # noqa: ANN401 - as score_pairs passes them
+        **_: Any,  # noqa: ANN401 - none; the base class has them
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_PKD, output_WD, teacher, weight_PK, name = args
         steps = hidden_PKD.shape[1]

@@ -170,6 +170,7 @@ def test_a_new_head_starts_from_the_targets_tables():
     )
     head = EagleHead(config, ids).attach(tables).start_from_target()
     assert torch.equal(head.lm_head.weight, table[ids])
+    assert tables.norm_H is not None
     assert torch.equal(head.norm.weight, tables.norm_H)
 
 

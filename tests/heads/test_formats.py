@@ -63,7 +63,7 @@ def logits_of(head: EagleHead, data: Any) -> Tensor:
         return head.draft_logits(head.step(feature, data.ids, data.position))
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
     """Change a written folder in place."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")

@@ -1,5 +1,7 @@
 """Draft vocabularies: choice, maps, coverage, refusals; case C09's maps and C13's padded sizes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def test_choose_never_takes_padding_ids():
         ({"size": 3, "tokenizer_size": 9}, "give one count for each of the target's ids"),
     ],
 )
-def test_choose_refuses(kwargs: dict[str, int], message: str):
+def test_choose_refuses(kwargs: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         choose(torch.ones(6), **kwargs)
 
