@@ -32,3 +32,12 @@ def settle(path: Path) -> None:
     """Wait until a file's bytes are on the disk, so that renaming it is safe in a power cut too."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in one step: readers, and a kill, see the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    settle(temporary)
+    temporary.replace(path)
