@@ -71,12 +71,8 @@ def _probs(q_KXE: Tensor, keys_KSE: Tensor, own_NKGJ: Tensor | None, block: Bloc
 
 class _ChainAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        *args: Any,  # noqa: ANN401 - as chain_attention passes them
-        **_: Any,  # noqa: ANN401 - none; the base class has them
-    ) -> Tensor:
-        blocks, q_NKGE, key_MKE, value_MKE, *own = args
+    def forward(*args: Any, **_: Any) -> Tensor:  # noqa: ANN401 - as chain_attention passes them
+        ctx, blocks, q_NKGE, key_MKE, value_MKE, *own = args
         ctx.blocks = blocks
         ctx.save_for_backward(q_NKGE, key_MKE, value_MKE, *own)
         half = len(own) // 2

@@ -49,8 +49,7 @@ class EagleHead(nn.Module):
         if config.norm_before_fc:
             self.input_norm = Norm(num_layers * config.target_hidden_size)
         if config.fc_norm:
-            norms = [Norm(config.target_hidden_size) for _ in config.aux_layers]
-            self.fc_norm = nn.ModuleList(norms)
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size) for _ in config.aux_layers)
         self.reset()
 
     def _add_vocabulary(self, draft_ids_W: Tensor | None) -> None:
@@ -58,8 +57,7 @@ class EagleHead(nn.Module):
         if not config.is_reduced:
             if draft_ids_W is not None:
                 raise ValueError("draft ids given for a full draft vocabulary; leave them out")
-            ids_V = torch.arange(config.vocab_size)
-            self._all_ids = nn.Buffer(ids_V, persistent=False)
+            self._all_ids = nn.Buffer(torch.arange(config.vocab_size), persistent=False)
             return
         if draft_ids_W is None:
             raise ValueError(
@@ -105,11 +103,11 @@ class EagleHead(nn.Module):
     def attach(self, tables: Tables) -> Self:
         """Lend the target's tables. They are not parameters and never in the state dict."""
         rows, width = tables.output_VH.shape
-        config = self.config
-        if (rows, width) != (config.vocab_size, config.target_hidden_size):
+        wanted = (self.config.vocab_size, self.config.target_hidden_size)
+        if (rows, width) != wanted:
             raise ValueError(
                 f"the target's output head is {rows} x {width} but this head was made for "
-                f"{config.vocab_size} x {config.target_hidden_size}; pair it with its own target"
+                f"{wanted[0]} x {wanted[1]}; pair it with its own target"
             )
         self.tables = to_device(tables, self.fc.weight.device)
         self._cast = {}
@@ -142,7 +140,7 @@ class EagleHead(nn.Module):
         """The layer's weights, cast if asked: once per training step, never for inference."""
         layer = self.layer
         attention, gated = layer.self_attn, layer.mlp
-        raw: list[Tensor | None] = [
+        raw: list[Tensor] = [
             self.fc.weight,
             attention.q_proj.weight,
             attention.k_proj.weight,
@@ -152,14 +150,10 @@ class EagleHead(nn.Module):
             gated.up_proj.weight,
             gated.down_proj.weight,
             layer.post_attention_layernorm.weight,
-            *([None] * 3 if self.config.kind == "eagle1" else self._norm_weights(layer)),
         ]
-        if dtype is None:
-            return Weights(*raw)  # type: ignore[arg-type]
-        return Weights(*[None if w is None else w.to(dtype) for w in raw])  # type: ignore[arg-type]
-
-    def _norm_weights(self, layer: Layer) -> list[Tensor | None]:
-        return [layer.input_layernorm.weight, layer.hidden_norm.weight, self.norm.weight]
+        if self.config.kind == "eagle3":
+            raw += [layer.input_layernorm.weight, layer.hidden_norm.weight, self.norm.weight]
+        return Weights(*(raw if dtype is None else [weight.to(dtype) for weight in raw]))
 
     @property
     def layer(self) -> Layer:
@@ -192,8 +186,7 @@ class EagleHead(nn.Module):
         if self.config.fc_norm:
             parts = x.split(self.config.target_hidden_size, dim=-1)
             norms = [norm.get_parameter("weight").to(dtype) for norm in self.fc_norm]
-            pairs = zip(parts, norms, strict=True)
-            x = torch.cat([rms_norm(part, norm, eps) for part, norm in pairs], dim=-1)
+            x = torch.cat([rms_norm(*pair, eps) for pair in zip(parts, norms, strict=True)], dim=-1)
         return F.linear(x, weights.fc)
 
     def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -202,8 +195,7 @@ class EagleHead(nn.Module):
         if self.config.kind == "eagle1":
             fused = F.linear(torch.cat([embed, feature], dim=-1), weights.fc)
             return fused, fused
-        assert weights.input_norm is not None
-        assert weights.hidden_norm is not None
+        assert weights.input_norm is not None and weights.hidden_norm is not None
         eps = self.config.rms_norm_eps
         normed = rms_norm(feature, weights.hidden_norm, eps)
         x = torch.cat([rms_norm(embed, weights.input_norm, eps), normed], dim=-1)
@@ -271,15 +263,18 @@ class EagleHead(nn.Module):
         assert weight is not None
         return rms_norm(hidden, weight, self.config.rms_norm_eps)
 
-    def output_weight(self) -> Tensor:
-        """Rows of the output head for proposable draft ids; a view of lm_head for EAGLE-3."""
+    def output_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows of the output head for proposable draft ids.
+
+        For EAGLE-3 a view of the parameter, for EAGLE-1 the target's frozen rows in this dtype.
+        """
         if self.config.kind == "eagle1":
-            return self.teacher_rows(self.fc.weight.dtype)
+            return self.teacher_rows(dtype or self.fc.weight.dtype)
         return self.lm_head.weight[: self.config.num_proposable]
 
     def draft_logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits over the draft vocabulary, fp32 or better; ids that do not exist get -inf."""
-        logits = F.linear(self.output_input(hidden_ND), self.output_weight())
+        logits = F.linear(self.output_input(hidden_ND), self.output_weight(hidden_ND.dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.config.kind == "eagle1":
             logits = bend(logits, self.lent())

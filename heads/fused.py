@@ -86,12 +86,8 @@ def score_pairs(
 
 class _ScorePairs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 - autograd's context
-        *args: Any,  # noqa: ANN401 - as score_pairs passes them
-        **_: Any,  # noqa: ANN401 - none; the base class has them
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_PKD, output_WD, teacher, weight_PK, name = args
+    def forward(*args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+        ctx, hidden_PKD, output_WD, teacher, weight_PK, name = args
         steps = hidden_PKD.shape[1]
         table = output_WD.to(hidden_PKD.dtype)
         exact = torch.promote_types(hidden_PKD.dtype, torch.float32)

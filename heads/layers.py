@@ -71,9 +71,9 @@ class Weights(NamedTuple):
     up: Tensor
     down: Tensor
     post_norm: Tensor
-    input_norm: Tensor | None
-    hidden_norm: Tensor | None
-    norm: Tensor | None
+    input_norm: Tensor | None = None
+    hidden_norm: Tensor | None = None
+    norm: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -109,7 +109,7 @@ class EagleTask(nn.Module):
         weight_PK = work.weight_PK * objective.token_weight if is_eagle1 else work.weight_PK
         scored = score_pairs(
             head.output_input(hidden_PKD, weights),
-            head.output_weight(),
+            head.output_weight(hidden_PKD.dtype),
             teacher,
             weight_PK,
             objective.loss,
