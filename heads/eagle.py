@@ -158,9 +158,7 @@ class EagleHead(nn.Module):
     @property
     def layer(self) -> Layer:
         """The one decoder layer, whatever its published name."""
-        if self.config.kind == "eagle3":
-            return self.midlayer
-        layer = self.layers[0]
+        layer = self.midlayer if self.config.kind == "eagle3" else self.layers[0]
         assert isinstance(layer, Layer)
         return layer
 
@@ -195,7 +193,8 @@ class EagleHead(nn.Module):
         if self.config.kind == "eagle1":
             fused = F.linear(torch.cat([embed, feature], dim=-1), weights.fc)
             return fused, fused
-        assert weights.input_norm is not None and weights.hidden_norm is not None
+        assert weights.input_norm is not None
+        assert weights.hidden_norm is not None
         eps = self.config.rms_norm_eps
         normed = rms_norm(feature, weights.hidden_norm, eps)
         x = torch.cat([rms_norm(embed, weights.input_norm, eps), normed], dim=-1)
