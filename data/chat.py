@@ -161,30 +161,25 @@ def _turn(messages: Sequence[Message], index: int, template: Template, tools: ob
     bos = template.tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         raise RowError("the row begins with the BOS token twice; take it out of the messages")
-    before = template.ids(messages[:index], tools, prompt=False)
-    _check_kept(
-        message,
-        index,
-        ids[len(before) if ids[: len(before)] == before else len(prompt) :],
-        template,
-    )
-    return _Turn(
-        index, ids, len(prompt), len(prompt) + _answer_length(ids[len(prompt) :], template)
-    )
-
-
-def _check_kept(message: Message, index: int, ids: list[int], template: Template) -> None:
-    """Refuse an answer of which a part is missing from its turn.
-
-    The generation prompt belongs to the turn: some open the thinking that the answer goes on with.
-    """
-    turn = _squash(template.text(ids))
-    lost = [part for part in _said(message) if _squash(part) not in turn]
+    lost = _lost(message, template.text(ids[len(prompt) :]))
+    if lost:  # some generation prompts open the thinking that the answer goes on with
+        before = template.ids(messages[:index], tools, prompt=False)
+        if ids[: len(before)] == before:
+            lost = _lost(message, template.text(ids[len(before) :]))
     if lost:
         raise RowError(
             f"message {index}: the template removes part of the answer ({lost[0][:60]!r}), so the "
             f"row would not be what the model says"
         )
+    return _Turn(
+        index, ids, len(prompt), len(prompt) + _answer_length(ids[len(prompt) :], template)
+    )
+
+
+def _lost(message: Message, turn: str) -> list[str]:
+    """The parts of an answer that are missing from its rendered turn."""
+    rendered = _squash(turn)
+    return [part for part in _said(message) if _squash(part) not in rendered]
 
 
 def _said(message: Message) -> list[str]:

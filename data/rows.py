@@ -91,7 +91,8 @@ class Counts:
     tokens: int = 0
     supervised: int = 0
     ends: Counter[int] = field(default_factory=Counter)
-    """How often each end token is trained."""
+    """How often each end token is trained, by id."""
+    end_names: dict[int, str] = field(default_factory=dict)
     limit_reached: bool = False
 
     @property
@@ -102,6 +103,10 @@ class Counts:
     def __str__(self) -> str:
         """A few lines for the console."""
         turns = f", {self.extra_turns} added as turns of their own" if self.extra_turns else ""
+        ends = [
+            f"{self.end_names.get(token, token)} {times} times"
+            for token, times in self.ends.items()
+        ]
         stopped = " (stopped at the token limit)" if self.limit_reached else ""
         lines = [
             (
@@ -110,7 +115,7 @@ class Counts:
             ),
             (
                 f"tokens: {self.tokens}, of them supervised: {self.supervised}; "
-                f"end tokens trained: {dict(self.ends) or 'none'}"
+                f"turn ends trained: {', '.join(ends) or 'none'}"
             ),
         ]
         lines += [f"  row {number} refused: {reason}" for number, reason in self.refusals[:5]]
@@ -148,6 +153,8 @@ def read_rows(source: str, target: Target, reading: Reading) -> tuple[list[Row],
                     counts,
                     reading,
                 )
+    if target.tokenizer is not None:
+        counts.end_names = {token: reader.show([token]) for token in counts.ends}
     _judge(source, rows, counts, reading, shown)
     return rows, counts
 

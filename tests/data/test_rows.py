@@ -150,6 +150,7 @@ def test_c19_cut_counts_and_never_an_empty_mask(tmp_path, target):
     assert counts.tokens == 35
     assert counts.supervised == 26
     assert counts.ends == {END: 2}  # the cut row lost its end
+    assert "turn ends trained: <|end|> 2 times" in str(counts)
     assert "2 kept, 1 cut, 1 dropped" in str(counts)
 
 
