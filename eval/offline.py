@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.data.sampling import Sampling, process
+from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.contexts import DraftVocabulary, Place, target_law
 from outrider.eval.renewal import Renewal, renewal, survival
 from outrider.eval.rules import rule_named
 from outrider.eval.scores import PLACE_BIN, Score, join
-from outrider.eval.traces import Trace, TraceRow, seen
+from outrider.eval.traces import Trace, TraceRow
 from outrider.heads import EagleHead
 from outrider.heads.plan import RowPlan
 from outrider.heads.unroll import unroll
@@ -200,23 +201,6 @@ def _hidden(
     return unroll(head, feature_BSD, ids_BS, position_BS, plan)
 
 
-class DraftVocabulary(NamedTuple):
-    """Which target token each draft id is, and back."""
-
-    ids_W: Tensor
-    slot_V: Tensor
-    """Draft id of a target token, -1 where the head cannot propose it."""
-
-    @classmethod
-    def of(cls, head: EagleHead) -> "DraftVocabulary":
-        """Read the map of a head; padding rows of a full vocabulary do not count."""
-        ids_W = head.draft_ids_W
-        slot_V = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
-        num = head.config.num_proposable
-        slot_V[ids_W[:num]] = torch.arange(num)
-        return cls(ids_W, slot_V)
-
-
 class _Judge:
     """The target's law at some contexts, kept while drafts of every depth are judged by it."""
 
@@ -231,9 +215,10 @@ class _Judge:
     ) -> None:
         rows = [batch[b] for b in context.row_N[span_N].tolist()]
         position_N = context.position_N[span_N]
-        places = list(zip(rows, position_N.tolist(), strict=True))
+        pairs = zip(rows, position_N.tolist(), strict=True)
+        places = [Place(row.ids_T, position) for row, position in pairs]
         self.temperature = sampling.temperature
-        self.ids_N = torch.stack([row.ids_T[at] for row, at in places])
+        self.ids_N = torch.stack([ids_S[position] for ids_S, position in places])
         self.slot_N = vocabulary.slot_V[self.ids_N]
         self.ids_W = vocabulary.ids_W
         self.probs_NW: Tensor | None = None
@@ -242,9 +227,10 @@ class _Judge:
             self.inside_N = (self.slot_N >= 0).float()
             self.top_inside_N = self.inside_N
             return
-        last_NH = torch.stack([row.last_TH[at - 1] for row, at in places])
-        probs_NV = target_law(target, last_NH, places, sampling)
-        is_inside_V = vocabulary.slot_V >= 0
+        pairs = zip(rows, position_N.tolist(), strict=True)
+        last_NH = torch.stack([row.last_TH[position - 1] for row, position in pairs])
+        probs_NV = target_law(target, last_NH, places, sampling).probs_NV
+        is_inside_V = vocabulary.is_inside
         self.chance_N = _possible(probs_NV.gather(-1, self.ids_N[:, None])[:, 0], rows)
         self.probs_NW = probs_NV[:, self.ids_W]
         self.inside_N = probs_NV[:, is_inside_V].sum(-1)
@@ -265,22 +251,6 @@ class _Judge:
         q_N = draft_NW.gather(-1, slot_N.clamp(min=0)[:, None])[:, 0] * (slot_N >= 0)
         kept_N = torch.minimum(probs_NW, draft_NW).sum(-1)
         return Coins((q_N / self.chance_N[n]).clamp(max=1), kept_N, kept_N, *inside)
-
-
-def target_law(
-    target: Target,
-    last_NH: Tensor,
-    places: Sequence[tuple[TraceRow, int]],
-    sampling: Sampling,
-) -> Tensor:
-    """The processed law [N, V] of the token at each (row, position), from the state before it."""
-    logits_NV = target.logits(last_NH).float()
-    seen_NV = None
-    if sampling.repetition_penalty != 1.0:
-        num = logits_NV.shape[-1]
-        marks = [seen(row.ids_T, torch.tensor([at]), num, sampling) for row, at in places]
-        seen_NV = torch.cat([mark for mark in marks if mark is not None])
-    return process(logits_NV, sampling, seen_NV)
 
 
 def _possible(chance_N: Tensor, rows: Sequence[TraceRow]) -> Tensor:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.contexts import DraftVocabulary, Place, target_law
 from outrider.eval.offline import (
-    DraftVocabulary,
     batches,
     by_bin,
     check_match,
     check_rule,
     in_order,
     side_by_side,
-    target_law,
 )
 from outrider.eval.rules import rule_named
 from outrider.eval.scores import Score, join
@@ -257,21 +256,23 @@ def _judge(
 ) -> Iterator[_Found]:
     """What the target's law says at every context that the walks came to."""
     contexts = [(b, judged) for b, walk in enumerate(walks) for judged in walk.judged]
-    is_inside_V = vocabulary.slot_V >= 0
+    is_inside_V = vocabulary.is_inside
     for first in range(0, len(contexts), _CHUNK):
         chunk = contexts[first : first + _CHUNK]
         rows = [walks[b].row for b, _ in chunk]
         places = [
-            (row, row.prompt_length + judged.place)
+            Place(row.ids_T, row.prompt_length + judged.place)
             for row, (_, judged) in zip(rows, chunk, strict=True)
         ]
-        ids_C = torch.stack([row.ids_T[at] for row, at in places])
+        ids_C = torch.stack([ids_S[position] for ids_S, position in places])
         if sampling.is_greedy:
             inside_C = top_C = is_inside_V[ids_C].double()
             probs_CV = None
         else:
-            last_CH = torch.stack([row.last_TH[at - 1] for row, at in places])
-            probs_CV = target_law(target, last_CH, places, sampling)
+            before = [
+                row.last_TH[place.position - 1] for row, place in zip(rows, places, strict=True)
+            ]
+            probs_CV = target_law(target, torch.stack(before), places, sampling).probs_NV
             inside_C = probs_CV[:, is_inside_V].sum(-1)
             top_C = is_inside_V[probs_CV.argmax(-1)].double()
         for c, (b, judged) in enumerate(chunk):

@@ -41,7 +41,7 @@ Line = Mapping[str, float]
 def survival_plot(lines: Mapping[str, Sequence[Line]]) -> str:
     """Chance that at least i drafts of a round are accepted, by depth i; one line a result."""
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(6.4, 3.6)
+        figure, axes = _axes(5.4, 3.6)
         for index, (name, points) in enumerate(lines.items()):
             depth = [i + 1 + 0.06 * (index - (len(lines) - 1) / 2) for i in range(len(points))]
             _errors(axes, depth, points, index, name, line=True)
@@ -55,11 +55,11 @@ def survival_plot(lines: Mapping[str, Sequence[Line]]) -> str:
         return _svg(figure, "survival", "Acceptance by draft position with 95% intervals")
 
 
-def kind_plot(groups: Mapping[str, Mapping[str, Line]], label: str) -> str:
+def kind_plot(groups: Mapping[str, Mapping[str, Line]], label: str, *, width: float = 9.6) -> str:
     """One row a kind, one dot a result: groups maps result name to kind to interval."""
     kinds = sorted({kind for group in groups.values() for kind in group})
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(6.4, 0.9 + 0.46 * max(2, len(kinds)))
+        figure, axes = _axes(width, 1.2 + 0.42 * max(2, len(kinds)))
         for index, (name, group) in enumerate(groups.items()):
             shift = 0.16 * (index - (len(groups) - 1) / 2)
             rows = [(kinds.index(kind) + shift, group[kind]) for kind in kinds if kind in group]
@@ -77,7 +77,7 @@ def length_plot(groups: Mapping[str, Mapping[str, Line]], label: str, name: str)
     """One column a draft setting, one dot a result; the dashed line is plain decoding."""
     settings = list(dict.fromkeys(draft for group in groups.values() for draft in group))
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(6.4, 3.4)
+        figure, axes = _axes(5.4, 3.6)
         for index, (series, group) in enumerate(groups.items()):
             shift = 0.1 * (index - (len(groups) - 1) / 2)
             points = [(settings.index(d) + shift, group[d]) for d in settings if d in group]
@@ -97,7 +97,7 @@ def training_plot(rows: Sequence[Mapping[str, Any]]) -> str:
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     heldout = [(row["step"], row["tau"]) for row in rows if row.get("tau") is not None]
     with mpl.rc_context(_STYLE):
-        figure, axes = _axes(6.4, 3.2)
+        figure, axes = _axes(9.6, 3.4)
         if losses:
             axes.plot(*zip(*losses, strict=True), color=_SERIES[0], linewidth=1.6)
             axes.set_ylabel("training loss", color=_SERIES[0])
@@ -157,9 +157,9 @@ def _bound(point: Line, name: str) -> float:
 
 def _legend(axes: Axes, count: int) -> None:
     if count > 1:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=min(count, 3), borderaxespad=0.2
-        )
+        columns = min(count, 2 if axes.get_figure().get_figwidth() < 8 else 4)
+        place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
+        axes.legend(ncols=columns, **place)
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from outrider.data.files import sha256_of
+
 _PACKAGES = ("outrider", "torch", "transformers", "accelerate", "scipy", "numpy")
 
 
@@ -43,6 +45,12 @@ def commit(folder: Path) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of a head's files, shortened, by name."""
+    found = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return {path.name: sha256_of(path)[:16] for path in found}
 
 
 def _versions() -> dict[str, str]:

@@ -5,9 +5,7 @@ build goes on where it was. N answer tokens, T prompt and answer tokens, F fused
 size, V vocabulary, M most likely tokens.
 """
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -20,24 +18,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from outrider.data.sampling import Sampling, process
+from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.contexts import Place, target_law
 from outrider.eval.policy import OnPolicy, check_text
+from outrider.eval.texts import Text, check_texts, hash_texts
 
 FORMAT = 1
 _SHARD_ROWS = 16
 _BATCH_TOKENS = 2048
 _CHUNK = 128
 _LIKELIEST = 16
-
-
-class Text(NamedTuple):
-    """A prompt and what the target answered, as token ids."""
-
-    row_id: str
-    kind: str
-    prompt_ids: list[int]
-    answer_ids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +158,14 @@ def build_trace(
     when the folder holds another trace, or when the text did not come from this target at this
     sampling (then every figure scored on it would be wrong).
     """
-    _check_texts(texts, target.vocab_size)
+    check_texts(texts, target.vocab_size)
     info = TraceInfo(
         target=target.name,
         fingerprint=target.fingerprint(),
         sampling=asdict(sampling),
         layers=tuple(layers),
-        dtype=str(target.embedding_VH.dtype).removeprefix("torch."),
-        text=_hash_texts(texts),
+        dtype=str(target.dtype).removeprefix("torch."),
+        text=hash_texts(texts),
         seed=seed,
         code=version("outrider"),
     )
@@ -234,12 +225,10 @@ def _law(
     policy = OnPolicy(is_greedy=sampling.is_greedy)
     for first in range(0, num, _CHUNK):
         places_N = torch.arange(first, min(first + _CHUNK, num)) + prompt_length
-        logits_NV = target.logits(last_TH[places_N - 1]).float()
-        probs_NV = process(
-            logits_NV, sampling, seen(ids_T, places_N, logits_NV.shape[-1], sampling)
-        )
+        places = [Place(ids_T, position) for position in places_N.tolist()]
+        logits_NV, probs_NV = target_law(target, last_TH[places_N - 1], places, sampling)
         ids_N = ids_T[places_N]
-        policy += check_text(logits_NV, probs_NV, ids_N, target.embedding_VH.dtype, sampling)
+        policy += check_text(logits_NV, probs_NV, ids_N, target.dtype, sampling)
         top = logits_NV.topk(min(_LIKELIEST, logits_NV.shape[-1]), dim=-1)
         chunks.append(
             {
@@ -253,16 +242,6 @@ def _law(
     return {key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}, policy
 
 
-def seen(ids_T: Tensor, places_N: Tensor, vocab_size: int, sampling: Sampling) -> Tensor | None:
-    """Tokens before each place as [N, V] booleans, where a repetition penalty asks for them."""
-    if sampling.repetition_penalty == 1.0:
-        return None
-    seen_NV = torch.zeros(len(places_N), vocab_size, dtype=torch.bool, device=ids_T.device)
-    for n, place in enumerate(places_N.tolist()):
-        seen_NV[n, ids_T[:place]] = True
-    return seen_NV
-
-
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Rows of like length, few enough that a padded batch stays small."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -274,26 +253,6 @@ def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
         group.append(i)
     if group:
         yield group
-
-
-def _check_texts(texts: Sequence[Text], vocab_size: int) -> None:
-    if not texts:
-        raise ValueError("no rows to trace; give at least one prompt with an answer")
-    name, count = Counter(text.row_id for text in texts).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"row id {name!r} appears {count} times; make ids unique")
-    for text in texts:
-        if len(text.prompt_ids) < 2 or not text.answer_ids:
-            raise ValueError(
-                f"row {text.row_id!r} has {len(text.prompt_ids)} prompt and "
-                f"{len(text.answer_ids)} answer tokens; a draft head needs at least 2 and 1"
-            )
-        worst = max(text.prompt_ids + text.answer_ids)
-        if worst >= vocab_size:
-            raise ValueError(
-                f"row {text.row_id!r} holds token {worst}, the target has {vocab_size}; "
-                "use text of this target's own tokenizer"
-            )
 
 
 def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
@@ -321,13 +280,6 @@ def _row_meta(text: Text) -> dict[str, Any]:
         "prompt": len(text.prompt_ids),
         "answer": len(text.answer_ids),
     }
-
-
-def _hash_texts(texts: Sequence[Text]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(json.dumps(list(text)).encode())
-    return digest.hexdigest()[:16]
 
 
 def _shard_name(number: int) -> str:

@@ -1,0 +1,287 @@
+"""Wall clock against plain decoding: the same loop, dtype and threads, in turn on the same prompts.
+
+A pair is one prompt and one repeat: its speed-up is the seconds a token of plain decoding over
+those of a draft, timed within seconds of each other, prefill left out.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median as middle
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.sampling import Sampling
+from outrider.data.target import Target
+from outrider.eval.decode import Decoded, Decoding, decode
+from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.metrics import count
+from outrider.eval.stats import median
+from outrider.eval.tree import ChainPlan, plan_named
+from outrider.heads import EagleHead, HeadCache
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What is timed."""
+
+    drafts: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
+    """Draft plans, each timed against plain decoding."""
+    repeats: int = 3
+    """Times every prompt is decoded with every draft; the median of them counts."""
+    max_new_tokens: int = 64
+    """Tokens to write for each prompt."""
+    ignore_eos: bool = False
+    """Write on after an end token, so that every run has the same length."""
+    seed: int = 0
+    """Keys the noise of decoding and of the bootstrap."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The law that tokens follow."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; time every prompt at least once")
+        if not self.drafts:
+            raise ValueError("drafts is empty; name at least one, such as chain:3")
+        for draft in self.drafts:
+            plan_named(draft)
+
+
+class Prompt(NamedTuple):
+    """A prompt to time, as token ids."""
+
+    kind: str
+    ids: list[int]
+
+
+class Timing(NamedTuple):
+    """One timed run."""
+
+    prompt: int
+    repeat: int
+    draft: str
+    decoded: Decoded
+
+    @property
+    def per_token(self) -> float:
+        """Seconds per token after the prefill's."""
+        return self.decoded.seconds.decode / max(1, len(self.decoded.ids) - 1)
+
+
+def bench(
+    target: Target,
+    head: EagleHead,
+    prompts: Sequence[Prompt],
+    settings: BenchSettings | None = None,
+    *,
+    with_cost: bool = True,
+) -> dict[str, Any]:
+    """Time every draft on every prompt; ready for JSON and for the report.
+
+    `rows` holds one entry a draft and kind (and `all`), the slower ones too; `cost` the time of a
+    draft step and of a verify pass by the number of its tokens, against a plain step.
+    """
+    settings = settings or BenchSettings()
+    if not prompts:
+        raise ValueError("no prompts to time; give at least one")
+    timings = _run_all(target, head, prompts, settings)
+    kinds = ["all", *sorted({prompt.kind for prompt in prompts})]
+    rows = [
+        _row(timings, prompts, draft, kind, settings) for draft in settings.drafts for kind in kinds
+    ]
+    return {
+        "settings": {
+            **asdict(settings),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "prompts": len(prompts),
+        },
+        "rows": [row for row in rows if row is not None],
+        "plain_ms_per_token": 1000 * middle(t.per_token for t in timings if t.draft == PLAIN),
+        "cost": cost(target, head) if with_cost else None,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows as lines of text, slower drafts included."""
+    lines = [
+        f"{'draft':<14}{'prompts':<14}{'speed-up [95%]':<24}{'tokens/call':<13}tokens/s (plain)"
+    ]
+    for row in result["rows"]:
+        speed = row["speedup"]
+        interval = f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]"
+        lines.append(
+            f"{row['draft']:<14}{row['kind']:<14}{interval:<24}{row['tau']:<13.2f}"
+            f"{row['tokens_per_s']:.1f} ({row['plain_tokens_per_s']:.1f})"
+        )
+    return "\n".join(lines)
+
+
+def _run_all(
+    target: Target, head: EagleHead, prompts: Sequence[Prompt], settings: BenchSettings
+) -> list[Timing]:
+    drafts = [PLAIN, *settings.drafts]
+    for draft in drafts:  # memory is mapped and kernels are chosen in the first run of each
+        _decode(target, head, prompts[0], draft, settings, 0, warm=True)
+    timings: list[Timing] = []
+    total = settings.repeats * len(prompts) * len(drafts)
+    with tqdm(total=total, unit="run", desc="bench", leave=False) as bar:
+        for repeat in range(settings.repeats):
+            for index, prompt in enumerate(prompts):
+                # Another draft goes first each time, so that none always runs on a warm cache.
+                turn = (repeat * len(prompts) + index) % len(drafts)
+                for draft in drafts[turn:] + drafts[:turn]:
+                    decoded = _decode(target, head, prompt, draft, settings, index)
+                    timings.append(Timing(index, repeat, draft, decoded))
+                    bar.update()
+    return timings
+
+
+def _decode(
+    target: Target,
+    head: EagleHead,
+    prompt: Prompt,
+    draft: str,
+    settings: BenchSettings,
+    row: int,
+    *,
+    warm: bool = False,
+) -> Decoded:
+    drafter = None
+    if draft != PLAIN:
+        plan = plan_named(draft)
+        is_drawn = isinstance(plan, ChainPlan)
+        temperature = settings.sampling.temperature if is_drawn else 0.0
+        drafter = EagleDrafter(head, plan, temperature=temperature)
+    decoding = Decoding(
+        max_new_tokens=min(8, settings.max_new_tokens) if warm else settings.max_new_tokens,
+        sampling=settings.sampling,
+        seed=settings.seed,
+        ignore_eos=settings.ignore_eos,
+    )
+    gc.collect()
+    return decode(target, prompt.ids, drafter, decoding, row=row)
+
+
+def _row(
+    timings: Sequence[Timing],
+    prompts: Sequence[Prompt],
+    draft: str,
+    kind: str,
+    settings: BenchSettings,
+) -> dict[str, Any] | None:
+    """Figures of a draft on the prompts of a kind; None where no prompt wrote two tokens."""
+    chosen = [i for i, prompt in enumerate(prompts) if kind in ("all", prompt.kind)]
+    ratios, mine, plain = [], [], []
+    requests = []
+    for index in chosen:
+        runs = {(t.repeat, t.draft): t for t in timings if t.prompt == index}
+        pairs = [(runs[repeat, PLAIN], runs[repeat, draft]) for repeat in range(settings.repeats)]
+        pairs = [pair for pair in pairs if min(len(run.decoded.ids) for run in pair) > 1]
+        if pairs:
+            ratios.append(middle(base.per_token / run.per_token for base, run in pairs))
+            mine += [run.per_token for _, run in pairs]
+            plain += [base.per_token for base, _ in pairs]
+            requests.append(pairs[0][1].decoded)
+    if not ratios:
+        return None
+    counts = count([one.rounds for one in requests])
+    seconds = [one.seconds for one in requests]
+    busy = sum(one.decode for one in seconds)
+    return {
+        "draft": draft,
+        "kind": kind,
+        "prompts": len(ratios),
+        "speedup": median(ratios, seed=settings.seed)._asdict(),
+        "pairs": [round(ratio, 4) for ratio in ratios],
+        "tau": counts.tau,
+        "tokens": counts.emitted,
+        "tokens_per_s": 1 / middle(mine),
+        "plain_tokens_per_s": 1 / middle(plain),
+        "share": {
+            name: sum(getattr(one, name) for one in seconds) / busy
+            for name in ("draft", "verify", "other")
+        },
+    }
+
+
+def cost(
+    target: Target,
+    head: EagleHead,
+    *,
+    sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    context: int = 128,
+    repeats: int = 9,
+) -> dict[str, Any]:
+    """Time of a draft step (`c`) and of verify passes of n tokens, over a plain step's.
+
+    The passes take turns, so a slow moment of the machine falls on all of them.
+    """
+    limit = int(target.config.max_position_embeddings) - max(sizes)
+    context = max(2, min(context, limit, head.config.max_position_embeddings - 1))
+    passes: dict[str, Callable[[], None]] = {str(n): _verify(target, context, n) for n in sizes}
+    passes["draft"] = _draft_step(head, context)
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for repeat in range(repeats + 1):
+        for name, run in passes.items():
+            begun = time.perf_counter()
+            run()
+            if repeat:  # the first turn warms up
+                seconds[name].append(time.perf_counter() - begun)
+    typical = {name: middle(times) for name, times in seconds.items()}
+    step = typical[str(sizes[0])]
+    return {
+        "c": typical["draft"] / step,
+        "draft_ms": 1000 * typical["draft"],
+        "context": context,
+        "verify": [
+            {"tokens": n, "ms": 1000 * typical[str(n)], "ratio": typical[str(n)] / step}
+            for n in sizes
+        ],
+    }
+
+
+def _verify(target: Target, context: int, num_new: int) -> Callable[[], None]:
+    """A pass of `num_new` tokens over a full cache, output head included, rolled back after."""
+    cache = RowCache(1)
+    ids_1T = torch.arange(context, device=target.device)[None] % target.tokenizer_size
+    target.run(ids_1T, position_ids=query_positions(cache.lengths_B, context), cache=cache)
+    cache.advance(context)
+
+    def run() -> None:
+        mask = attention_masks(target.config, cache.lengths_B, num_new, target.dtype)
+        captured = target.run(
+            ids_1T[:, :num_new],
+            layers=(),
+            position_ids=query_positions(cache.lengths_B, num_new),
+            attention_mask=mask,
+            cache=cache,
+        )
+        float(target.logits(captured.last_BTH[0]).sum())  # waits for a GPU
+
+    return run
+
+
+@torch.no_grad()
+def _draft_step(head: EagleHead, context: int) -> Callable[[], None]:
+    """One step of a chain over a full cache, output head and choice included."""
+    cache = HeadCache()
+    device, dtype = head.fc.weight.device, head.fc.weight.dtype
+    feature_1TD = torch.zeros(1, context, head.config.hidden_size, device=device, dtype=dtype)
+    ids_1T = torch.arange(context, device=device)[None] % head.config.tokenizer_size
+    head.step(feature_1TD, ids_1T, torch.arange(context, device=device)[None], cache)
+    position_11 = torch.tensor([[context]], device=device)
+
+    @torch.no_grad()
+    def run() -> None:
+        hidden_11D = head.step(feature_1TD[:, :1], ids_1T[:, :1], position_11, cache)
+        int(head.draft_logits(hidden_11D[0]).argmax())
+        cache.truncate(context)
+
+    return run

@@ -1,0 +1,91 @@
+"""The target's answers as token ids: text to trace, from a file or from the demo's own rows."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from outrider.data.sampling import Sampling
+from outrider.data.sources import records
+
+
+class Text(NamedTuple):
+    """A prompt and what the target answered, as token ids."""
+
+    row_id: str
+    kind: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) -> list[Text]:
+    """Answers that were drawn with this sampling; rows that say another one are passed over.
+
+    Args:
+        source: demo:heldout, or rows with prompt_ids and answer_ids as `outrider generate` makes.
+        sampling: A row says its own as `sampling` or `temperature`; one that says none is taken.
+        per_kind: Use the first so many prompts of each kind.
+    """
+    texts: list[Text] = []
+    used: Counter[str] = Counter()
+    number = 0
+    for number, record in enumerate(records(source), start=1):
+        if isinstance(record, str):
+            raise ValueError(f"{source} row {number} is {record}; mend or remove it")
+        if not _is_drawn_with(record, sampling):
+            continue
+        if not record.get("prompt_ids") or not record.get("answer_ids"):
+            raise ValueError(
+                f"{source} row {number} has no prompt_ids or no answer_ids; a trace needs the very "
+                "ids that the target drew: let it answer with outrider generate"
+            )
+        kind = str(record.get("kind") or "all")
+        if per_kind is None or used[kind] < per_kind:
+            used[kind] += 1
+            name = str(record.get("id", f"row-{number:06d}"))
+            ids = (list(record["prompt_ids"]), list(record["answer_ids"]))
+            texts.append(Text(name, kind, *ids))
+    if not texts:
+        raise ValueError(
+            f"{source} has {number} rows but none drawn with {sampling}; state the sampling of the "
+            "text, or let the target answer with outrider generate"
+        )
+    return texts
+
+
+def _is_drawn_with(record: Mapping[str, Any], sampling: Sampling) -> bool:
+    stated = record.get("sampling")
+    if isinstance(stated, Mapping):
+        return {**asdict(Sampling()), **stated} == asdict(sampling)
+    return record.get("temperature", sampling.temperature) == sampling.temperature
+
+
+def check_texts(texts: Sequence[Text], vocab_size: int) -> None:
+    """ValueError for rows that cannot be traced, naming the row."""
+    if not texts:
+        raise ValueError("no rows to trace; give at least one prompt with an answer")
+    name, count = Counter(text.row_id for text in texts).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"row id {name!r} appears {count} times; make ids unique")
+    for text in texts:
+        if len(text.prompt_ids) < 2 or not text.answer_ids:
+            raise ValueError(
+                f"row {text.row_id!r} has {len(text.prompt_ids)} prompt and "
+                f"{len(text.answer_ids)} answer tokens; a draft head needs at least 2 and 1"
+            )
+        worst = max(text.prompt_ids + text.answer_ids)
+        if worst >= vocab_size:
+            raise ValueError(
+                f"row {text.row_id!r} holds token {worst}, the target has {vocab_size}; "
+                "use text of this target's own tokenizer"
+            )
+
+
+def hash_texts(texts: Sequence[Text]) -> str:
+    """A short hash of names, kinds, prompts and answers."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(json.dumps(list(text)).encode())
+    return digest.hexdigest()[:16]

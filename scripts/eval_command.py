@@ -1,0 +1,136 @@
+"""`outrider eval`: exact acceptance of exported heads on the target's text, without decoding."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from outrider.data.files import cache_root
+from outrider.data.sampling import Sampling
+from outrider.data.target import Target
+from outrider.eval.evaluate import evaluate, table
+from outrider.eval.link import tables
+from outrider.eval.metrics import DEFINITIONS
+from outrider.eval.provenance import file_hashes
+from outrider.eval.report import write_report
+from outrider.eval.texts import hash_texts, read_texts
+from outrider.eval.traces import Trace, build_trace
+from outrider.eval.tree import plan_named
+from outrider.heads import EagleHead, load_head
+
+_DEMO = "demo:heldout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Which heads, on which text, with which drafts."""
+
+    target: str
+    """smollm2-demo, a Hub id, or a local folder."""
+
+    head: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    """Folder of an exported head, native or speculators' layout; repeat to compare heads."""
+
+    trace: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (_DEMO,)
+    """Folder of a trace, or demo:heldout; repeat for several."""
+
+    draft: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
+    """Draft plans, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
+
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    """For demo:heldout: temperatures whose text is used, of 0 and 1."""
+
+    per_kind: int | None = None
+    """For demo:heldout: use the first so many prompts of each kind."""
+
+    rule: str | None = None
+    """For sampled text: rejection (chains), match or point_mass; by default rejection for chains
+    and match for trees. Greedy text has one rule."""
+
+    out: Path | None = None
+    """Write this .json file, and a page with plots beside it."""
+
+    seed: int = 0
+    """Of the intervals' bootstrap."""
+
+    def __post_init__(self) -> None:
+        if not self.head:
+            raise ValueError("no head given; name the folder of an exported head with --head")
+        for draft in self.draft:
+            plan_named(draft)
+        if self.out is not None and self.out.suffix != ".json":
+            raise ValueError(f"out is {self.out}; name a file that ends in .json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Score heads and print the table."""
+    settings = tyro.cli(
+        EvalSettings, args=argv, prog="outrider eval", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    target = Target.load(settings.target)
+    heads = load_heads(settings.head, target)
+    traces = _open_traces(settings, target, heads)
+    result = evaluate(target, heads, traces, settings.draft, rule=settings.rule, seed=settings.seed)
+    print(table(result))
+    for one in result["differences"]:
+        tau = one["tau"]
+        print(
+            f"{one['head']} less {one['against']}, {one['trace']}, {one['draft']}: tau "
+            f"{tau['value']:+.3f} [{tau['low']:+.3f}, {tau['high']:+.3f}]"
+        )
+    for name in ("tau", "alpha", "alpha_star", "survival"):
+        print(f"{name}: {DEFINITIONS[name]}")
+    if settings.out is not None:
+        title = f"Acceptance on {settings.target}"
+        notes = _notes(settings, target)
+        paths = write_report(settings.out, {"evaluation": result}, notes=notes, title=title)
+        print(f"{paths.json} and {paths.html}")
+
+
+def load_heads(folders: Sequence[str], target: Target) -> dict[str, EagleHead]:
+    """Heads by a short name that tells them apart."""
+    lent = tables(target)
+    short = {folder: "/".join(Path(folder).parts[-2:]) for folder in folders}
+    names = short if len(set(short.values())) == len(folders) else {one: one for one in folders}
+    return {names[folder]: load_head(folder, lent).eval() for folder in folders}
+
+
+def _open_traces(
+    settings: EvalSettings, target: Target, heads: dict[str, EagleHead]
+) -> dict[str, Trace]:
+    traces: dict[str, Trace] = {}
+    for name in settings.trace:
+        if name == _DEMO:
+            for temperature in settings.temperature:
+                found = demo_trace(target, heads.values(), temperature, settings.per_kind)
+                traces[f"{name}, T={temperature:g}"] = found
+        else:
+            traces[Path(name).name] = Trace(Path(name))
+    return traces
+
+
+def demo_trace(
+    target: Target, heads: Sequence[EagleHead], temperature: float, per_kind: int | None
+) -> Trace:
+    """The demo's held-out answers with the states these heads read, kept in the user's cache."""
+    sampling = Sampling(temperature=temperature)
+    texts = read_texts(_DEMO, sampling, per_kind=per_kind)
+    layers = sorted({layer for head in heads for layer in head.config.aux_layers})
+    key = hashlib.sha256(f"{target.fingerprint()} {layers} {hash_texts(texts)}".encode())
+    folder = cache_root() / "traces" / f"demo-heldout-t{temperature:g}-{key.hexdigest()[:12]}"
+    return build_trace(target, texts, folder, sampling=sampling, layers=layers)
+
+
+def _notes(settings: EvalSettings, target: Target) -> dict[str, Any]:
+    shown = asdict(settings)
+    return {
+        "target": {"name": target.name, "hash": target.fingerprint()},
+        "heads": {folder: file_hashes(Path(folder)) for folder in settings.head},
+        "settings": {key: str(value) for key, value in shown.items() if key != "out"},
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,89 @@
+"""`outrider trace`: record the target's own text with its states, once, to score heads on.
+
+A stopped run goes on when the same command is given again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from outrider.data.generate import Decoding, generate
+from outrider.data.prompts import read_requests
+from outrider.data.sampling import Sampling
+from outrider.data.target import Target, default_layers
+from outrider.eval.evaluate import sampling_text
+from outrider.eval.texts import read_texts
+from outrider.eval.traces import build_trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """Whose text, drawn how, and where it goes."""
+
+    target: str
+    """smollm2-demo, a Hub id, or a local folder."""
+
+    out: Path
+    """Folder of the trace."""
+
+    text: str | None = None
+    """Answered rows (prompt_ids, answer_ids): demo:heldout or a file of outrider generate."""
+
+    prompts: str | None = None
+    """Instead of text: prompts for the target to answer first, as for outrider generate."""
+
+    layers: tuple[int, ...] | None = None
+    """Decoder layers whose inputs are stored (0-based); 2, n/2, n-3 when left out."""
+
+    per_kind: int | None = None
+    """Use the first so many rows of each kind of prompt."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision the target runs in."""
+
+    device: str = "cpu"
+    """Where the target runs: cpu, cuda, cuda:1 ..."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    decoding: Decoding = field(default_factory=Decoding)
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.prompts is None):
+            raise ValueError(
+                f"text is {self.text} and prompts is {self.prompts}; give one of them: text that "
+                "the target wrote, or prompts for it to answer"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trace a target."""
+    settings = tyro.cli(
+        TraceSettings,
+        args=argv,
+        prog="outrider trace",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+    target = Target.load(
+        settings.target, dtype=getattr(torch, settings.dtype), device=settings.device
+    )
+    source, seed = settings.text, None
+    if settings.prompts is not None:
+        source, seed = str(settings.out / "answers.jsonl"), settings.decoding.seed
+        requests = read_requests(settings.prompts, settings.sampling)
+        if not Path(source).exists():
+            generate(target, requests, Path(source), settings.decoding)
+    texts = read_texts(str(source), settings.sampling, per_kind=settings.per_kind)
+    trace = build_trace(
+        target,
+        texts,
+        settings.out,
+        sampling=settings.sampling,
+        layers=settings.layers or default_layers(target.num_layers),
+        seed=seed,
+    )
+    print(f"{settings.out}: {len(trace)} rows, {sampling_text(trace.sampling)}")
+    print(f"the text is the target's own: {trace.policy.text()}")
