@@ -6,7 +6,8 @@ those of a draft, timed within seconds of each other, prefill left out.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median as middle
 from typing import Any, NamedTuple
@@ -90,7 +91,8 @@ def bench(
     settings = settings or BenchSettings()
     if not prompts:
         raise ValueError("no prompts to time; give at least one")
-    timings = _run_all(target, head, prompts, settings)
+    with _no_collection():
+        timings = _run_all(target, head, prompts, settings)
     kinds = ["all", *sorted({prompt.kind for prompt in prompts})]
     rows = [
         _row(timings, prompts, draft, kind, settings) for draft in settings.drafts for kind in kinds
@@ -121,6 +123,17 @@ def table(result: dict[str, Any]) -> str:
             f"{row['tokens_per_s']:.1f} ({row['plain_tokens_per_s']:.1f})"
         )
     return "\n".join(lines)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking the models' objects in the middle of a run."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _run_all(
@@ -165,7 +178,6 @@ def _decode(
         seed=settings.seed,
         ignore_eos=settings.ignore_eos,
     )
-    gc.collect()
     return decode(target, prompt.ids, drafter, decoding, row=row)
 
 
@@ -178,8 +190,10 @@ def _row(
 ) -> dict[str, Any] | None:
     """Figures of a draft on the prompts of a kind; None where no prompt wrote two tokens."""
     chosen = [i for i, prompt in enumerate(prompts) if kind in ("all", prompt.kind)]
-    ratios, mine, plain = [], [], []
-    requests = []
+    ratios: list[float] = []
+    mine: list[float] = []
+    plain: list[float] = []
+    requests: list[Decoded] = []
     for index in chosen:
         runs = {(t.repeat, t.draft): t for t in timings if t.prompt == index}
         pairs = [(runs[repeat, PLAIN], runs[repeat, draft]) for repeat in range(settings.repeats)]

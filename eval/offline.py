@@ -222,6 +222,7 @@ class _Judge:
         self.slot_N = vocabulary.slot_V[self.ids_N]
         self.ids_W = vocabulary.ids_W
         self.probs_NW: Tensor | None = None
+        self.chance_N = torch.ones(len(rows))
         if sampling.is_greedy:
             # Greedy text is its own law: one-hot at the token that decoding took.
             self.inside_N = (self.slot_N >= 0).float()

@@ -27,7 +27,8 @@ def marks(rounds: Sequence[RoundCounts], depth: int) -> list[Mark]:
     found: list[Mark] = ["plain"]
     for one in rounds:
         kept = min(one.accepted, one.emitted)
-        found += ["accepted"] * kept
+        accepted: Mark = "accepted"
+        found += [accepted] * kept
         if one.emitted > kept:
             was_rejected = one.accepted < min(depth, one.drafted)
             found.append("corrected" if was_rejected else "plain")
@@ -50,7 +51,8 @@ def passage(
             f"{len(ids)} tokens but the rounds emitted {len(found)} with the prefill's; give the "
             "rounds of this very text"
         )
-    pieces, before = [], ""
+    pieces: list[dict[str, str]] = []
+    before = ""
     for end, mark in enumerate(found, start=1):
         # Half a character decodes to a replacement sign; it shows with the token that ends it.
         text = tokenizer.decode(ids[:end])

@@ -136,7 +136,8 @@ def _errors(
     axes.errorbar(
         x,
         y,
-        **{"xerr" if across else "yerr": [low, high]},
+        xerr=[low, high] if across else None,
+        yerr=None if across else [low, high],
         label=name,
         color=_SERIES[index % len(_SERIES)],
         marker=_MARKERS[index % len(_MARKERS)],
@@ -157,9 +158,8 @@ def _bound(point: Line, name: str) -> float:
 
 def _legend(axes: Axes, count: int) -> None:
     if count > 1:
-        columns = min(count, 2 if axes.get_figure().get_figwidth() < 8 else 4)
-        place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2}
-        axes.legend(ncols=columns, **place)
+        columns = min(count, 2 if axes.bbox.width < 600 else 4)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.2, ncols=columns)
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:

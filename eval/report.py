@@ -250,7 +250,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
     """Figures that JSON can hold: a NaN (nothing to divide) becomes null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -93,7 +93,9 @@ class Trace:
                 "delete the folder and build it again"
             )
         self.folder = folder
-        self.info = TraceInfo(**{**meta["info"], "layers": tuple(meta["info"]["layers"])})
+        info: dict[str, Any] = dict(meta["info"])
+        info["layers"] = tuple(info["layers"])
+        self.info = TraceInfo(**info)
         self.policy = OnPolicy(**meta["policy"])
         self.sampling = Sampling(**self.info.sampling)
         self._rows: list[dict[str, Any]] = meta["rows"]

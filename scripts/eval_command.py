@@ -1,7 +1,7 @@
 """`outrider eval`: exact acceptance of exported heads on the target's text, without decoding."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,7 +114,7 @@ def _open_traces(
 
 
 def demo_trace(
-    target: Target, heads: Sequence[EagleHead], temperature: float, per_kind: int | None
+    target: Target, heads: Iterable[EagleHead], temperature: float, per_kind: int | None
 ) -> Trace:
     """The demo's held-out answers with the states these heads read, kept in the user's cache."""
     sampling = Sampling(temperature=temperature)

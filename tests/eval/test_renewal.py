@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.eval.renewal import outcome, renewal, survival
+from outrider.eval.renewal import Renewal, outcome, renewal, survival
 
 VOCAB, BUDGET, EOS, ROOT = 3, 5, 0, 1
 RULES = ("rejection", "match", "point")
+Law = dict[tuple[int, ...], np.ndarray]
 
 
 class Toy:
@@ -60,27 +61,27 @@ def node(toy: Toy, text: tuple[int, ...], depth: int) -> list[tuple[float, int, 
     return [(q[x] * p[t], t, x == t) for x in range(VOCAB) for t in range(VOCAB)]
 
 
-def decode_law(toy: Toy, length: int) -> dict[tuple[int, ...], np.ndarray]:
+def decode_law(toy: Toy, length: int) -> Law:
     """Text -> chance times (1, rounds, rounds that kept 1.., judged at depth 1..)."""
 
     def ended(text: tuple[int, ...]) -> bool:
         return len(text) - 2 >= BUDGET or (len(text) > 2 and text[-1] == EOS)
 
-    def add(law: dict, text: tuple[int, ...], value: np.ndarray) -> None:
-        law[text] = law.get(text, 0) + value
+    def add(law: Law, text: tuple[int, ...], value: np.ndarray) -> None:
+        law[text] = law.get(text, np.zeros_like(value)) + value
 
     @functools.cache
-    def from_round(text: tuple[int, ...]) -> dict[tuple[int, ...], np.ndarray]:
+    def from_round(text: tuple[int, ...]) -> Law:
         return inside(text, 0, np.eye(1, 2 + 2 * length, 1)[0])
 
     @functools.cache
-    def tail(text: tuple[int, ...]) -> dict[tuple[int, ...], np.ndarray]:
+    def tail(text: tuple[int, ...]) -> Law:
         if ended(text):
             return {text: np.eye(1, 2 + 2 * length)[0]}
         return from_round(text)
 
-    def inside(text: tuple[int, ...], depth: int, seen: np.ndarray) -> dict:
-        law: dict = {}
+    def inside(text: tuple[int, ...], depth: int, seen: np.ndarray) -> Law:
+        law: Law = {}
         if ended(text):
             return {text: seen + np.eye(1, len(seen))[0]}
         if depth == length:
@@ -102,7 +103,9 @@ def decode_law(toy: Toy, length: int) -> dict[tuple[int, ...], np.ndarray]:
     return from_round((ROOT, ROOT))
 
 
-def solve(toy: Toy, texts: list[tuple[int, ...]], depth: int) -> tuple:
+def solve(
+    toy: Toy, texts: list[tuple[int, ...]], depth: int
+) -> tuple[torch.Tensor, torch.Tensor, Renewal]:
     """The recursion's inputs and outputs; place 0 is the prefill's token, the second of ROOT."""
     accept = torch.zeros(len(texts), BUDGET + 1, depth, dtype=torch.float64)
     alpha = torch.zeros_like(accept)
@@ -146,7 +149,7 @@ def test_rao_blackwell_survival_equals_enumeration(rule: str) -> None:
     )
     judged = (chance[:, None, None] * start * inside).sum((0, 1))
     kept = (chance[:, None, None] * start * inside * alpha).sum((0, 1))
-    truth = sum(law.values())
+    truth = np.sum(list(law.values()), axis=0)
     assert kept.numpy() == pytest.approx(truth[2 : 2 + length], abs=1e-12)
     assert judged.numpy() == pytest.approx(truth[2 + length :], abs=1e-12)
 

@@ -102,7 +102,8 @@ def test_penalties_follow_the_path(
 def test_a_stopped_build_goes_on_and_a_finished_one_is_reused(
     tiny_target: Target, sampled_texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = traces._write_shard, []
+    original = traces._write_shard
+    calls: list[object] = []
 
     def stops_at_second(*arguments: object) -> None:
         calls.append(arguments[2])
@@ -144,7 +145,7 @@ def test_bad_rows_are_refused_by_name(
     tiny_target: Target, greedy_texts: list[Text], tmp_path: Path
 ) -> None:
     first = greedy_texts[0]
-    cases = [
+    cases: list[tuple[list[Text], str]] = [
         ([], "no rows"),
         ([first, first], "'row-0' appears 2 times"),
         ([Text("row-9", "chat", [5], [6, 7])], "'row-9' has 1 prompt"),
