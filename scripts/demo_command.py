@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -120,12 +119,8 @@ def train(size: Size, output: Path) -> Path:
     A finished run is reused and an interrupted one continued, both by the trainer itself.
     """
     say(f"training by recipe {size.recipe} into {output}")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    entry = ["-m", "outrider.train.eagle", "--recipe", size.recipe, "--output", str(output)]
-    done = subprocess.run(
-        [*launch, *entry], check=False, env={**os.environ, "ACCELERATE_LOG_LEVEL": "error"}
-    )
+    entry = [sys.executable, "-m", "outrider.train.eagle", "--recipe", size.recipe]
+    done = subprocess.run([*entry, "--output", str(output)], check=False)
     if done.returncode:
         sys.exit(done.returncode)
     return output / "best"
