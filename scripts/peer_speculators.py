@@ -7,6 +7,7 @@ Its heads, runs/peer/heads/N, are then judged by `outrider eval` on the same tra
 trainers read the same numbers; a store made by the recipe before is reused (`--store`).
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ import torch
 import tyro
 
 from outrider.data.batches import Features
+from outrider.data.store import store_key
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.scripts.peer_format import read_offline, write_offline
 from outrider.scripts.peer_trainer import PeerRun, run_peer
-from outrider.train.assembly import Ground, features, lay_ground
+from outrider.train.assembly import DTYPES, Ground, features, lay_ground
 from outrider.train.recipe import parse
 
 
@@ -96,7 +98,7 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
         python=settings.peer_python,
         target=str(ground.target.folder),
         layers=ground.layers,
-        offline=settings.output / "offline",
+        offline=settings.output / f"offline-{origin(ground)}",
         output=settings.output,
         dtype="bfloat16" if ours.run.precision == "bf16" else "float32",
         threads=settings.threads or ours.run.threads or torch.get_num_threads(),
@@ -113,6 +115,14 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
         schedule=settings.schedule,
         unroll_decay=settings.unroll_decay,
     )
+
+
+def origin(ground: Ground) -> str:
+    """Short hash of all that the peer's copy of the features depends on, so that none is stale."""
+    data = ground.settings.data
+    key = store_key(ground.target, ground.rows, ground.layers, DTYPES[data.feature_dtype])
+    words = json.dumps([key, ground.settings.run.precision])
+    return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
 def write_peer_rows(source: Features, target: Target, folder: Path, dtype: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.batches import StoredRow
+from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.scripts.peer_format import Offline, peer_states, read_offline, write_offline
+from outrider.scripts.peer_speculators import origin
 from outrider.scripts.peer_trainer import PeerRun, arguments, read_log, run_peer
 
 LAYERS = (2, 3, 4)
@@ -263,3 +266,23 @@ def test_the_real_trainer_learns_from_our_folder(rows, target, tmp_path):
     assert result.num_tokens == 2 * 4 * (9 + 5 + 14 + 7 - 4)
     assert all((head / "model.safetensors").exists() for head in result.heads)
     assert len(result.heads) == 2
+
+
+def test_the_peers_copy_is_named_after_all_it_depends_on(target):
+    def ground(rows, precision):
+        data = SimpleNamespace(feature_dtype="bfloat16")
+        settings = SimpleNamespace(data=data, run=SimpleNamespace(precision=precision))
+        return SimpleNamespace(target=target, rows=rows, layers=LAYERS, settings=settings)
+
+    def row(ids, mask):
+        ids, mask = torch.tensor(ids), torch.tensor(mask)
+        return Row(ids=ids, mask=mask, row_id="r", kind="k", prompt_length=1)
+
+    one, other, masked = (
+        [row([1, 2, 3], [False, True, True])],
+        [row([1, 2, 4], [False, True, True])],
+        [row([1, 2, 3], [False, False, True])],
+    )
+    names = {origin(ground(rows, "fp32")) for rows in (one, other, masked)}
+    assert len(names | {origin(ground(one, "bf16"))}) == 4
+    assert origin(ground(one, "fp32")) in names
