@@ -6,7 +6,7 @@ those of a draft, timed within seconds of each other, prefill left out.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median as middle
@@ -126,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None]:
     """Keep the garbage collector from walking the models' objects in the middle of a run."""
     gc.collect()
     gc.freeze()

@@ -17,7 +17,7 @@ LEGEND: dict[Mark, str] = {
 class Decoder(Protocol):
     """The one method of a tokenizer that is needed."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: list[int], /) -> object:
         """Text of token ids."""
         ...
 
@@ -55,7 +55,7 @@ def passage(
     before = ""
     for end, mark in enumerate(found, start=1):
         # Half a character decodes to a replacement sign; it shows with the token that ends it.
-        text = tokenizer.decode(ids[:end])
+        text = str(tokenizer.decode(list(ids[:end])))
         whole = text.rstrip("\ufffd") if end < len(ids) else text
         pieces.append({"text": whole[len(before) :], "mark": mark})
         before = whole

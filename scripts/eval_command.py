@@ -35,8 +35,8 @@ class EvalSettings:
     head: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     """Folder of an exported head, native or speculators' layout; repeat to compare heads."""
 
-    trace: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (_DEMO,)
-    """Folder of a trace, or demo:heldout; repeat for several."""
+    trace: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Folder of a trace, or demo:heldout (what is used when left out); repeat for several."""
 
     draft: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
     """Draft plans, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
@@ -103,7 +103,7 @@ def _open_traces(
     settings: EvalSettings, target: Target, heads: dict[str, EagleHead]
 ) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
-    for name in settings.trace:
+    for name in settings.trace or (_DEMO,):
         if name == _DEMO:
             for temperature in settings.temperature:
                 found = demo_trace(target, heads.values(), temperature, settings.per_kind)

@@ -1,0 +1,136 @@
+"""The trace, eval and bench commands from files to report, and what they refuse."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from outrider.data.sampling import Sampling
+from outrider.data.target import Target
+from outrider.eval.texts import Text, read_texts
+from outrider.heads import EagleHead, save_head
+from outrider.scripts import bench_command, eval_command, trace_command
+from outrider.scripts.cli import main as outrider
+
+
+@pytest.fixture(scope="module")
+def files(
+    tiny_target: Target,
+    tiny_head: EagleHead,
+    make_texts: Callable[..., list[Text]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with target, two heads and answered rows at two temperatures."""
+    root = tmp_path_factory.mktemp("files")
+    tiny_target.model.save_pretrained(root / "target")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3").save_pretrained(root / "target")
+    save_head(tiny_head, root / "run" / "good")
+    other = EagleHead(tiny_head.config, tiny_head.draft_ids_W.clone())
+    save_head(other, root / "run" / "fresh")
+    with (root / "rows.jsonl").open("w") as file:
+        for temperature in (0.0, 1.0):
+            for text in make_texts(Sampling(temperature=temperature), 8):
+                row = {"id": f"{text.row_id}-t{temperature:g}", "temperature": temperature}
+                row |= {"kind": text.kind, "prompt_ids": text.prompt_ids}
+                file.write(json.dumps({**row, "answer_ids": text.answer_ids}) + "\n")
+    return root
+
+
+def trace(files: Path, *more: str) -> None:
+    trace_command.main(
+        ["--target", str(files / "target"), "--text", str(files / "rows.jsonl"), *more]
+    )
+
+
+def test_trace_then_eval_compares_heads_and_writes_a_report(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = ["--layers", "1", "3", "5"]
+    trace(files, "--out", str(tmp_path / "cold"), *layers)
+    trace(files, "--out", str(tmp_path / "warm"), *layers, "--temperature", "1")
+    assert "8 rows, greedy" in capsys.readouterr().out
+    arguments = ["--target", str(files / "target")]
+    for head in ("good", "fresh"):
+        arguments += ["--head", str(files / "run" / head)]
+    for folder in ("cold", "warm"):
+        arguments += ["--trace", str(tmp_path / folder)]
+    out = tmp_path / "deep" / "figures.json"
+    eval_command.main([*arguments, "--draft", "chain:2", "tree:2,2,4", "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "run/fresh less run/good, cold, chain:2: tau -" in printed
+    assert "tau: emitted tokens / rounds" in printed
+    report = json.loads(out.read_text())
+    results = report["evaluation"]["results"]
+    assert [(one["head"], one["trace"], one["draft"]) for one in results] == [
+        (head, text, draft)
+        for text in ("cold", "warm")
+        for head in ("run/good", "run/fresh")
+        for draft in ("chain:2", "tree:2,2,4")
+    ]
+    assert results[0]["tau"]["value"] > results[2]["tau"]["value"]
+    assert out.with_suffix(".html").exists()
+    assert all(found["model.safetensors"] for found in report["provenance"]["heads"].values())
+
+
+def test_bench_prints_every_setting(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--target", str(files / "target"), "--head", str(files / "run" / "good")]
+    arguments += ["--text", str(files / "rows.jsonl"), "--per-kind", "1", "--dtype", "float32"]
+    arguments += ["--drafts", "chain:1", "tree:2,2,4", "--repeats", "1", "--max-new-tokens", "5"]
+    bench_command.main([*arguments, "--out", str(tmp_path / "bench.json")])
+    printed = capsys.readouterr().out
+    assert [line.split()[:2] for line in printed.splitlines()[1:7]] == [
+        [draft, kind] for draft in ("chain:1", "tree:2,2,4") for kind in ("all", "chat", "code")
+    ]
+    assert "a draft step over a plain step" in printed
+    assert json.loads((tmp_path / "bench.json").read_text())["bench"]["cost"]["c"] > 0
+
+
+def test_read_texts_takes_rows_of_the_asked_sampling(files: Path) -> None:
+    source = str(files / "rows.jsonl")
+    cold = read_texts(source, Sampling())
+    assert [text.row_id for text in cold] == [f"row-{i}-t0" for i in range(8)]
+    few = read_texts(source, Sampling(temperature=1.0), per_kind=1)
+    assert [(text.row_id, text.kind) for text in few] == [
+        ("row-0-t1", "chat"),
+        ("row-1-t1", "code"),
+    ]
+    with pytest.raises(ValueError, match="16 rows but none drawn with"):
+        read_texts(source, Sampling(temperature=0.5))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt_ids": [1]}', "row 1 has no prompt_ids or no answer_ids"),
+        ("[", "row 1 is not JSON"),
+    ],
+)
+def test_read_texts_names_a_bad_row(row: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_texts(str(tmp_path / "rows.jsonl"), Sampling())
+
+
+def test_refusals_exit_with_two(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--target", str(files / "target")]
+    cases = [
+        (["trace", *target, "--out", str(tmp_path)], "give one of them"),
+        (["eval", *target, "--head", "h", "--draft", "chain"], "write chain:LENGTH"),
+        (["eval", *target, "--head", "h", "--out", "x.txt"], "ends in .json"),
+        (["bench", *target, "--head", "h", "--per-kind", "0"], "per_kind is 0"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(SystemExit) as stopped:
+            outrider(arguments)
+        assert stopped.value.code == 2
+        # tyro wraps what it prints.
+        assert message in " ".join(capsys.readouterr().err.split())
