@@ -70,7 +70,7 @@ def accelerate(settings: Settings) -> Accelerator:
     if asked not in ("no", run.precision):
         print(f"note: accelerate's mixed precision {asked!r} is ignored; --precision decides")
     accelerator = Accelerator(
-        cpu=run.device == "cpu",
+        cpu=run.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision="no",
         log_with=None if run.track == "none" else run.track,
         project_dir=run.output,

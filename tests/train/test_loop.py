@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.data.target import Target
 from outrider.heads import EagleHead
-from outrider.train import optim
+from outrider.train import eagle, optim
 from outrider.train.assembly import build, lay_ground
 from outrider.train.eagle import main
 from outrider.train.loop import Loop
@@ -266,3 +270,56 @@ def test_help_exits_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     assert "Train an EAGLE draft head" in capsys.readouterr().out
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "num_processes"),
+    [
+        ("accelerate.commands.launch --cpu --mixed_precision no --dynamo_backend no", 1),
+        ("torch.distributed.run --standalone", 2),
+    ],
+)
+def test_launched_processes_train_as_one_does(
+    train: Train,
+    tmp_path: Path,
+    target_folder: Path,
+    rows_file: Path,
+    launcher: str,
+    num_processes: int,
+) -> None:
+    flags = ("--epochs", "2", "--batch-size", "3", "--accumulation", "2", "--draft-vocab", "40")
+    alone = train(*flags, "--feature-dtype", "float32", output="alone")
+    given = {
+        "target": target_folder,
+        "data": rows_file,
+        "output": tmp_path / "launched",
+        "device": "cpu",
+        "max-length": 64,
+        "unroll-steps": 2,
+        "lr": 3e-3,
+        "log-every": 3,
+        "feature-dtype": "float32",
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    count = "--nproc_per_node" if num_processes > 1 else "--num_processes"
+    launch = [sys.executable, "-m", *launcher.split(), count, str(num_processes)]
+    script = str(Path(eagle.__file__))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*launch, script, *words, *flags], env=env, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    ours = load_file(alone / "last" / "model.safetensors")
+    theirs = load_file(tmp_path / "launched" / "last" / "model.safetensors")
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, rtol=0, atol=2e-5, msg=name)
+    lines = (tmp_path / "launched" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    state = json.loads(
+        (tmp_path / "launched" / "checkpoints" / "step-00000004" / "state.json").read_text(
+            encoding="utf-8"
+        )
+    )
+    assert state["world"] == num_processes
+    assert json.loads(lines[-1])["tokens"] == 2 * 399
