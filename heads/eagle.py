@@ -269,7 +269,8 @@ class EagleHead(nn.Module):
         """
         if self.config.kind == "eagle1":
             return self.teacher_rows(dtype or self.fc.weight.dtype)
-        return self.lm_head.weight[: self.config.num_proposable]
+        weight, size = self.lm_head.weight, self.config.num_proposable
+        return weight if size == weight.shape[0] else weight[:size]
 
     def draft_logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits over the draft vocabulary, fp32 or better; ids that do not exist get -inf."""

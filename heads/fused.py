@@ -120,10 +120,11 @@ class _ScorePairs(torch.autograd.Function):
     def backward(ctx: Any, *grads_out: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         grad = grads_out[0]
         grad_hidden, grad_output = ctx.saved_tensors
+        # In place: these tensors serve this one call, and autograd refuses a second.
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+            grad_hidden.mul_(grad.to(grad_hidden.dtype))
         if grad_output is not None:
-            grad_output = grad_output * grad.to(grad_output.dtype)
+            grad_output.mul_(grad.to(grad_output.dtype))
         return grad_hidden, grad_output, None, None, None
 
 
