@@ -142,6 +142,21 @@ def test_every_dependency_changes_the_key(build, make_model, make_tokenizer, mon
     assert rebuilt()
 
 
+def test_the_key_sees_what_a_targets_files_do_not_tell(build, target, tmp_path, monkeypatch):
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(tmp_path / "model")
+    loaded = Target.load(str(tmp_path / "model"))
+    build(target=loaded)
+    passes = rows_run(monkeypatch)
+    build(target=Target.load(str(tmp_path / "model")))
+    assert sum(passes) == 2  # the check on loading; the store is reused
+    build(target=Target.load(str(tmp_path / "model"), dtype=torch.float64))
+    assert sum(passes) == 2 + 2 + 12
+    loaded.tokenizer.chat_template += " "
+    build(target=loaded)
+    assert sum(passes) == 2 + 2 + 12 + 12
+
+
 def test_a_cut_or_foreign_shard_is_built_again_and_only_it(build, monkeypatch):
     whole = build()
     shards = sorted(whole.folder.glob("*.safetensors"))
