@@ -213,7 +213,7 @@ def attention_masks(
             "can be rolled back"
         )
     window = getattr(config, "sliding_window", None)
-    attention = config._attn_implementation
+    attention = str(config._attn_implementation)
     if types is None:
         mask = query_mask(lengths_B, num_new, ancestors, window)
         return _in_form(mask, attention, dtype)

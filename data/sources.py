@@ -64,4 +64,4 @@ def _through_datasets(source: str, path: Path) -> Iterator[Record]:
             f"owner/name:split); check the spelling"
         )
     for record in loaded:  # columns that a row lacks come as None
-        yield {key: value for key, value in record.items() if value is not None}
+        yield {key: value for key, value in dict(record).items() if value is not None}

@@ -188,12 +188,14 @@ def colour(best: Path, size: Size) -> dict[str, Any]:
             f"row {text.row_id}: greedy float32 text with the head differs from plain decoding; "
             "this must not happen, please report it with runs/*/report.json"
         )
+    tokenizer = target.tokenizer
+    assert tokenizer is not None, "a target loaded from a folder has one"
     shown = passage(
         f"{text.kind}, {PASSAGE_DRAFT}, greedy",
-        target.tokenizer.decode(text.prompt_ids),
+        str(tokenizer.decode(text.prompt_ids)),
         drafted.ids,
         drafted.rounds,
-        target.tokenizer,
+        tokenizer,
         depth=plan_named(PASSAGE_DRAFT).depth,
     )
     return {"passage": shown, "tokens": len(plain.ids), "calls": 1 + len(drafted.rounds)}
