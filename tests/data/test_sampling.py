@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from outrider.data.sampling import Sampling, Stream, draw, draw_rows, process, row_key, uniform
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, -3.0, 1.0]
