@@ -6,7 +6,7 @@ Letters: B rows of a batch, N some of them, T positions, H hidden size, V vocabu
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a run left in its file."""
+    """What a run left in its files."""
 
     num_rows: int
     num_answer_tokens: int
@@ -90,25 +90,35 @@ class _Slot(NamedTuple):
 
 
 def generate(target: Target, requests: Sequence[Request], out: Path, decoding: Decoding) -> Written:
-    """Answer every request into `out`, one JSON row each, in the order given.
+    """`generate_files` with one file."""
+    return generate_files(target, {out: requests}, decoding)
 
-    Finished rows are kept in `OUT.partial.jsonl` until all are done, so that the same call goes on
-    where a stopped one was. Raises ValueError for repeated ids, for a prompt that does not fit the
-    target, and for a partial file that was made with other settings or prompts.
+
+def generate_files(
+    target: Target, wanted: Mapping[Path, Sequence[Request]], decoding: Decoding
+) -> Written:
+    """Answer every request into its file, one JSON row each, in the order given.
+
+    Finished rows are kept beside the first file, as `FILE.partial.jsonl`, until all are done, so
+    that the same call goes on where a stopped one was. Raises ValueError for repeated ids, for a
+    prompt that does not fit the target, and for a partial file made with other settings or prompts.
     """
+    requests = [request for several in wanted.values() for request in several]
     prompts = list(zip(requests, prompt_ids(target, requests), strict=True))
     _check(prompts, target, decoding)
-    path = out.with_name(f"{out.name}.partial.jsonl")
+    first = next(iter(wanted))
+    path = first.with_name(f"{first.name}.partial.jsonl")
     with PartialRows(path, _settings(target, requests, decoding)) as partial:
         for request, ids in prompts:
             _check_same(partial.rows.get(request.id), request, ids, path)
         todo = [pair for pair in prompts if pair[0].id not in partial.rows]
         for answer in _with_progress(answers(target, todo, decoding), len(prompts), len(todo)):
             partial.append(_row(answer, target, decoding))
-        rows = [partial.rows[request.id] for request in requests]
-    write_rows(out, rows)
+    for out, several in wanted.items():
+        write_rows(out, [partial.rows[request.id] for request in several])
     path.unlink()
-    return Written(len(rows), sum(len(row["answer_ids"]) for row in rows), len(todo))
+    num_tokens = sum(len(partial.rows[request.id]["answer_ids"]) for request in requests)
+    return Written(len(requests), num_tokens, len(todo))
 
 
 def answers(

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from outrider.data.demo.conversations import demo_requests
-from outrider.data.generate import Decoding, Request, generate
+from outrider.data.generate import Decoding, Request, generate_files
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -34,7 +34,7 @@ class GenerateSettings:
     demo: bool = False
     """Answer the demo's own prompts, at temperatures 0 and 1, into train and heldout.jsonl.xz."""
 
-    demo_train: int = 500
+    demo_train: int = 520
     """Training prompts of each of the six kinds, with --demo."""
 
     demo_heldout: int = 24
@@ -71,20 +71,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(
         settings.target, dtype=getattr(torch, settings.dtype), device=settings.device
     )
-    if settings.demo:
-        seed = settings.decoding.seed
-        for split, num in (("heldout", settings.demo_heldout), ("train", settings.demo_train)):
-            _answer(settings, target, demo_requests(split, num, seed), f"{split}.jsonl.xz")
-    else:
-        _answer(settings, target, read_requests(str(settings.prompts), settings.sampling))
-
-
-def _answer(
-    settings: GenerateSettings, target: Target, requests: Sequence[Request], name: str = ""
-) -> None:
-    path = settings.out / name
-    written = generate(target, requests, path, settings.decoding)
+    written = generate_files(target, _wanted(settings), settings.decoding)
     print(
-        f"{path}: {written.num_rows} rows, {written.num_answer_tokens} answer tokens, "
+        f"{settings.out}: {written.num_rows} rows, {written.num_answer_tokens} answer tokens, "
         f"{written.num_rows - written.num_new_rows} rows found finished"
     )
+
+
+def _wanted(settings: GenerateSettings) -> dict[Path, list[Request]]:
+    """The files to write and the requests of each."""
+    if not settings.demo:
+        return {settings.out: read_requests(str(settings.prompts), settings.sampling)}
+    numbers = {"heldout": settings.demo_heldout, "train": settings.demo_train}
+    return {
+        settings.out / f"{split}.jsonl.xz": demo_requests(split, num, settings.decoding.seed)
+        for split, num in numbers.items()
+    }

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.demo.conversations import demo_requests
-from outrider.data.generate import Decoding, Request, answers, generate, prompt_ids
+from outrider.data.generate import Decoding, Request, answers, generate, generate_files, prompt_ids
 from outrider.data.prompts import read_requests
 from outrider.data.rowfile import PartialRows
 from outrider.data.sampling import Sampling, Stream, draw, process, row_key, uniform
@@ -175,6 +175,18 @@ def test_rows_are_written_in_the_order_asked(target, tmp_path, suffix):
     }  # fmt: skip
 
 
+def test_several_files_are_one_run(target, tmp_path):
+    files = {tmp_path / "a" / "1.jsonl": requests(3), tmp_path / "2.jsonl.xz": requests(8)[3:]}
+    written = generate_files(target, files, Decoding(max_new_tokens=20))
+    rows = {path: list(records(str(path))) for path in files}
+    assert [[row["id"] for row in several] for several in rows.values()] == [
+        [request.id for request in several] for several in files.values()
+    ]
+    assert written.num_rows == 8
+    assert not list(tmp_path.rglob("*.partial.jsonl"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
     prompts = tmp_path / "prompts.jsonl"
@@ -302,11 +314,11 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, extra, message):
     assert message in " ".join(re.findall(r"[!-~]+", capsys.readouterr().err))
 
 
-@pytest.mark.parametrize("split", ["heldout"])
+@pytest.mark.parametrize("split", ["heldout", "train"])
 def test_the_demo_file_is_what_the_command_asks(split):
     rows = list(records({"heldout": "demo:heldout", "train": "demo"}[split]))
-    asked = demo_requests(split, {"heldout": 24, "train": 500}[split])
-    assert len(rows) == len(asked) == {"heldout": 288, "train": 3000}[split]
+    asked = demo_requests(split, {"heldout": 24, "train": 520}[split])
+    assert len(rows) == len(asked) == {"heldout": 288, "train": 3120}[split]
     for row, request in zip(rows, asked, strict=True):
         assert row["id"] == request.id
         assert row["messages"][:-1] == request.messages
