@@ -34,8 +34,8 @@ class Decoding:
     sampling: Sampling = field(default_factory=Sampling)
     """The law that tokens follow."""
     rule: str | None = None
-    """greedy, rejection, match or point_mass; by default greedy at temperature 0, above it
-    rejection where drafts are drawn and match where they are not."""
+    """greedy, rejection, match or point_mass. Left out: greedy at temperature 0, and above it
+    rejection where drafts are drawn, match where they are not."""
     seed: int = 0
     """Keys all noise, together with the row and the position."""
     ignore_eos: bool = False

@@ -133,21 +133,24 @@ def _follow(tree: Tree, choose: Callable[[int], int]) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule and what must hold for it to be exact."""
+    """A rule, what must hold for it to be exact, and how exact it then is."""
 
     verify: Callable[[Tree, Laws, Randomness], Verdict]
-    draws_drafts: bool
+    draws_drafts: bool = False
     """Whether drafted tokens must be drawn from q; without, any tree fixed beforehand will do."""
-    is_greedy: bool
+    is_chain_only: bool = False
+    """Whether it judges chains only."""
+    is_greedy: bool = False
     """Whether p must be one-hot."""
-    is_chain_only: bool
+    keeps_text: bool = False
+    """Whether noise keyed by position gives plain decoding's very text, not only its law."""
 
 
 RULES = {
-    "greedy": Rule(verify=greedy, draws_drafts=False, is_greedy=True, is_chain_only=False),
-    "rejection": Rule(verify=rejection, draws_drafts=True, is_greedy=False, is_chain_only=True),
-    "match": Rule(verify=match, draws_drafts=False, is_greedy=False, is_chain_only=False),
-    "point_mass": Rule(verify=point_mass, draws_drafts=False, is_greedy=False, is_chain_only=False),
+    "greedy": Rule(verify=greedy, is_greedy=True, keeps_text=True),
+    "rejection": Rule(verify=rejection, draws_drafts=True, is_chain_only=True),
+    "match": Rule(verify=match, keeps_text=True),
+    "point_mass": Rule(verify=point_mass),
 }
 
 

@@ -1,0 +1,225 @@
+"""`outrider decode`: write text with a head, exactly, and show what was accepted and saved."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import tyro
+
+from outrider.data.generate import Request, prompt_ids
+from outrider.data.sampling import row_key
+from outrider.data.sources import records
+from outrider.data.target import Target
+from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
+from outrider.eval.drafters import Drafter
+from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.replay import Plain
+from outrider.eval.link import tables
+from outrider.eval.metrics import count
+from outrider.eval.rules import rule_named
+from outrider.eval.tree import ChainPlan, plan_named
+from outrider.heads import load_head
+
+_GREEN, _RESET = "\033[32m", "\033[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What writes, what drafts, and on which prompts."""
+
+    target: str
+    """smollm2-demo, a Hub id, or a local folder."""
+
+    head: str | None = None
+    """Folder of an exported head, native or speculators' layout; none decodes plainly."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """What the user says; repeat for several conversations."""
+
+    data: str | None = None
+    """Prompts from rows instead: demo:heldout, or any rows with prompt_ids or messages."""
+
+    limit: int | None = None
+    """Use the first so many rows of data."""
+
+    draft: str = "chain:3"
+    """Draft plan, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
+
+    skip_plain: bool = False
+    """Do not decode each prompt plainly too, to compare text and speed."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of target and head. float32 shows exactness, bfloat16 is faster."""
+
+    device: str = "cpu"
+    """Where both run: cpu, cuda, cuda:1 ..."""
+
+    threads: int | None = None
+    """CPU threads; torch's default when left out."""
+
+    decoding: Decoding = field(default_factory=Decoding)
+
+    def __post_init__(self) -> None:
+        if bool(self.prompt) == (self.data is not None):
+            raise ValueError("give either --prompt or --data, and not both")
+        for name in ("limit", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give 1 or more")
+        plan_named(self.draft)
+
+
+class Prompt(NamedTuple):
+    """A prompt as ids; the row keys its noise, by name as in outrider generate."""
+
+    name: str
+    row: int
+    ids: list[int]
+
+
+class Pair(NamedTuple):
+    """One prompt decoded with drafts and, when asked for, without."""
+
+    drafted: Decoded
+    plain: Decoded | None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print text, tokens per call and speed; exit status 1 where a text differs but must not."""
+    settings = tyro.cli(Settings, args=argv, prog="outrider decode", config=_TYRO)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    dtype = getattr(torch, settings.dtype)
+    target = Target.load(settings.target, dtype=dtype, device=settings.device)
+    prompts = read_prompts(settings, target)
+    drafter = make_drafter(settings, target)
+    keeps_text = pick_rule(settings.decoding, drafter or Plain()).keeps_text
+    pairs: list[Pair] = []
+    for prompt in prompts:
+        print(f"--- {prompt.name} ({len(prompt.ids)} tokens)")
+        drafted = decode(
+            target,
+            prompt.ids,
+            drafter,
+            settings.decoding,
+            row=prompt.row,
+            on_tokens=printer(target, settings, is_terminal=sys.stdout.isatty()),
+        )
+        plain = None
+        if drafter is not None and not settings.skip_plain:
+            plain = decode(target, prompt.ids, None, settings.decoding, row=prompt.row)
+        pairs.append(Pair(drafted, plain))
+        print(f"\n    {figures(pairs[-1:], keeps_text=keeps_text)}")
+    if len(pairs) > 1:
+        print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
+    if keeps_text and dtype == torch.float32 and not all(map(is_same, pairs)):
+        sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
+
+
+_TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+def make_drafter(settings: Settings, target: Target) -> Drafter | None:
+    """The head as a drafter; its drafts are drawn where the rule asks for that."""
+    if settings.head is None:
+        return None
+    dtype = getattr(torch, settings.dtype)
+    head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
+    plan, decoding = plan_named(settings.draft), settings.decoding
+    is_drawn = isinstance(plan, ChainPlan) and not decoding.sampling.is_greedy
+    if decoding.rule is not None:
+        is_drawn = rule_named(decoding.rule).draws_drafts
+    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if is_drawn else 0.0)
+
+
+def read_prompts(settings: Settings, target: Target) -> list[Prompt]:
+    """The prompts of the command line or of the data, each once."""
+    if settings.data is None:
+        names = [f"prompt {number}" for number in range(1, len(settings.prompt) + 1)]
+        said = [[{"role": "user", "content": text}] for text in settings.prompt]
+        ids = _render(target, said, settings)
+        return [
+            Prompt(name, row, one) for row, (name, one) in enumerate(zip(names, ids, strict=True))
+        ]
+    found: dict[tuple[int, ...], Prompt] = {}
+    for number, record in enumerate(records(settings.data), start=1):
+        if settings.limit is not None and len(found) == settings.limit:
+            break
+        if isinstance(record, str):
+            raise ValueError(f"{settings.data} row {number} is {record}; mend or remove it")
+        name = str(record.get("id", f"row-{number:06d}"))
+        ids = list(record.get("prompt_ids") or _from_messages(record, number, settings, target))
+        found.setdefault(tuple(ids), Prompt(name, row_key(name), ids))
+    return list(found.values())
+
+
+def _from_messages(record: object, number: int, settings: Settings, target: Target) -> list[int]:
+    messages = record.get("messages") if isinstance(record, dict) else None
+    while messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError(
+            f"{settings.data} row {number} has neither prompt_ids nor messages with a user's turn; "
+            "give one of them"
+        )
+    return _render(target, [messages], settings)[0]
+
+
+def _render(
+    target: Target, conversations: list[list[dict[str, str]]], settings: Settings
+) -> list[list[int]]:
+    sampling = settings.decoding.sampling
+    return prompt_ids(target, [Request("", one, sampling, {}) for one in conversations])
+
+
+def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnTokens:
+    """Prints text as it comes; on a terminal with a head, accepted drafts are green."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None, "a target loaded from a folder has one"
+    ids: list[int] = []
+    shown = ""
+
+    def show(new_ids: Sequence[int], is_drafted: Sequence[bool]) -> None:
+        nonlocal shown
+        for token, accepted in zip(new_ids, is_drafted, strict=True):
+            ids.append(token)
+            # Half a character decodes to a replacement sign: wait for its other half.
+            text = str(tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
+            piece, shown = text[len(shown) :], text
+            is_green = accepted and is_terminal and settings.head is not None
+            print(f"{_GREEN}{piece}{_RESET}" if is_green else piece, end="", flush=True)
+
+    return show
+
+
+def figures(pairs: Sequence[Pair], *, keeps_text: bool) -> str:
+    """Tokens per call and milliseconds a token, against plain decoding where there is one."""
+    counts = count([pair.drafted.rounds for pair in pairs])
+    text = f"{sum(len(pair.drafted.ids) for pair in pairs)} tokens, {counts.rounds} target calls"
+    if counts.rounds:
+        text += (
+            f", {counts.tau:.2f} a call; {_milliseconds(pairs, lambda p: p.drafted):.1f} ms a token"
+        )
+    beside = [pair for pair in pairs if pair.plain is not None]
+    if not beside or not counts.rounds:
+        return text
+    ours = _milliseconds(beside, lambda pair: pair.drafted)
+    plain = _milliseconds(beside, lambda pair: pair.plain)
+    text += f", plain {plain:.1f}: {plain / ours:.2f}x"
+    # Rejection and point mass keep the law, not the text.
+    same = f"; same text in {sum(map(is_same, beside))} of {len(beside)}"
+    return text + same if keeps_text else text
+
+
+def _milliseconds(pairs: Sequence[Pair], which: Callable[[Pair], Decoded | None]) -> float:
+    """Per token after the prefill's."""
+    found = [one for pair in pairs if (one := which(pair)) is not None]
+    tokens = sum(len(one.ids) - 1 for one in found)
+    return 1000 * sum(one.seconds.decode for one in found) / max(1, tokens)
+
+
+def is_same(pair: Pair) -> bool:
+    """Whether both texts are equal; true when there is only one."""
+    return pair.plain is None or pair.plain.ids == pair.drafted.ids
