@@ -3,9 +3,15 @@
 Dimensions: V vocabulary.
 """
 
+import torch
 from torch import Tensor
 
 from outrider.data.sampling import Stream, draw, uniform
+
+# SplitMix64's constants, as the signed integers that torch has.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 class KeyedNoise:
@@ -20,7 +26,7 @@ class KeyedNoise:
 
     def draw(self, depth: int, weights: Tensor) -> int:
         """A token from p, by the coin of plain decoding."""
-        return draw(weights, self._uniform(depth, Stream.TARGET))
+        return race(weights, self._uniform(depth, Stream.TARGET))
 
     def draw_rest(self, depth: int, weights: Tensor) -> int:
         """A token from what a rejection left."""
@@ -32,3 +38,24 @@ class KeyedNoise:
 
     def _uniform(self, depth: int, stream: Stream, slot: int = 0) -> float:
         return uniform(self._seed, self._row, self._position + depth, stream, slot)
+
+
+def race(weights_V: Tensor, coin: float) -> int:
+    """The token with the least exponential time over its weight: a draw that rounding hardly moves.
+
+    The times are a function of the coin. Passes of unlike shapes round p differently by about 1e-6
+    of each weight; only two tokens that close to a tie may then change places, while a draw from
+    the cumulative law has thousands of edges to fall off.
+    """
+    state_V = torch.arange(len(weights_V), device=weights_V.device) * _STEP + int(coin * 2**53)
+    state_V = (state_V ^ _shifted(state_V, 30)) * _FIRST
+    state_V = (state_V ^ _shifted(state_V, 27)) * _SECOND
+    state_V = state_V ^ _shifted(state_V, 31)
+    # Half a step keeps the uniforms inside (0, 1).
+    time_V = -((_shifted(state_V, 12).double() + 0.5) * 2.0**-52).log()
+    return int((time_V / weights_V).argmin())
+
+
+def _shifted(state_V: Tensor, bits: int) -> Tensor:
+    """Shift right as an unsigned integer would."""
+    return (state_V >> bits) & ((1 << (64 - bits)) - 1)

@@ -72,7 +72,7 @@ class Settings:
 
 
 class Prompt(NamedTuple):
-    """A prompt as ids; the row keys its noise, by name as in outrider generate."""
+    """A prompt as ids; `row` keys its noise."""
 
     name: str
     row: int

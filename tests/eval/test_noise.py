@@ -1,0 +1,79 @@
+"""Keyed noise: the race draws by weight, and small changes of the weights hardly ever move it."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from outrider.data.sampling import Stream, draw, uniform
+from outrider.eval.noise import KeyedNoise, race
+
+
+def coins(count):
+    return [uniform(0, 1, position, Stream.TARGET) for position in range(count)]
+
+
+def test_the_race_draws_by_weight():
+    weights_V = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    counts = Counter(race(weights_V, coin) for coin in coins(20_000))
+    assert counts[1] == 0
+    for token, weight in enumerate(weights_V.tolist()):
+        spread = math.sqrt(20_000 * weight * (1 - weight))
+        assert abs(counts[token] - 20_000 * weight) <= 4.5 * spread
+
+
+def test_the_races_times_are_splitmix_by_hand():
+    mask = (1 << 64) - 1
+    coin = 0.21177895487355292
+    times = []
+    for token in range(4):
+        state = (token * 0x9E3779B97F4A7C15 + int(coin * 2**53)) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+        times.append(-math.log(((state >> 12) + 0.5) / 2**52))
+    for only in range(4):
+        # Weights that make all but one token hopeless unless its time is the least.
+        weights = torch.tensor([1.0 if token == only else times[token] / times[only] * 0.999
+                                for token in range(4)], dtype=torch.float64)  # fmt: skip
+        assert race(weights, coin) == only
+
+
+def test_scaled_weights_give_the_same_token():
+    weights_V = torch.rand(500, generator=torch.Generator().manual_seed(0))
+    for coin in coins(50):
+        assert race(weights_V, coin) == race(weights_V * 7, coin)
+
+
+def test_rounding_moves_the_race_far_less_than_the_cumulative_draw():
+    generator = torch.Generator().manual_seed(0)
+    weights_V = torch.randn(20_000, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+    noise_V = 1 + 1e-5 * torch.randn(20_000, generator=generator, dtype=torch.float64)
+    moved = {
+        how: sum(how(weights_V, coin) != how(weights_V * noise_V, coin) for coin in coins(1000))
+        for how in (race, draw)
+    }
+    assert moved[race] == 0
+    assert moved[draw] > 5
+
+
+@pytest.mark.parametrize("length", [1, 2, 61])
+def test_a_certain_token_is_always_drawn(length):
+    weights_V = torch.zeros(length)
+    weights_V[length // 2] = 1e-30
+    assert {race(weights_V, coin) for coin in coins(20)} == {length // 2}
+    assert race(weights_V, 0.0) == race(weights_V, 1 - 2**-53) == length // 2
+
+
+def test_streams_depths_and_slots_are_apart():
+    noise = KeyedNoise(3, 4, 5)
+    drafts = {noise.draft(depth) for depth in range(10)}
+    assert len(drafts) == 10
+    assert noise.draft(2) == KeyedNoise(3, 4, 7).draft(0)
+    assert noise.draft(0) == uniform(3, 4, 5, Stream.DRAFT)
+    coin = uniform(3, 4, 6, Stream.ACCEPT, 2)
+    assert noise.coin(1, 2, coin + 1e-9)
+    assert not noise.coin(1, 2, coin)
+    assert not noise.coin(1, 2, torch.tensor(0.0))
+    assert noise.coin(1, 2, torch.tensor(1.0))
