@@ -20,7 +20,7 @@ from outrider.heads.cache import HeadCache
 from outrider.heads.config import EagleConfig
 from outrider.heads.layers import Layer, Norm, Weights, attend, mlp, rms_norm, split_heads
 from outrider.heads.rope import cos_sin, rotary, rotate
-from outrider.heads.tables import Tables, bend, leading_directions, to_device
+from outrider.heads.tables import START, Tables, bend, leading_directions, to_device
 from outrider.heads.vocab import check_draft_ids, offsets, selected
 
 
@@ -79,10 +79,9 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def start_from_target(self) -> Self:
-        """Begin a new head close to its target; call it once, after attach, before training.
+        """Begin a new EAGLE-3 head at its target's output head and norm, muted by START.
 
-        EAGLE-3's output head starts as the target's rows of the draft vocabulary and its norm as
-        the target's. A narrower draft starts from the leading directions of the target's tables.
+        A narrower draft starts from the leading directions of the target's tables.
         """
         if self.config.kind == "eagle1":
             return self
@@ -94,8 +93,10 @@ class EagleHead(nn.Module):
             self.embed_tokens.weight.copy_(own)
             rows = rows.to(basis_HD.dtype) @ leading_directions(tables.output_VH, width)
         elif tables.norm_H is not None:
-            self.norm.weight.copy_(tables.norm_H)
+            self.norm.weight.copy_(tables.norm_H * START.norm)
         self.lm_head.weight.copy_(rows)
+        self.layer.self_attn.o_proj.weight.mul_(START.branch)
+        self.layer.mlp.down_proj.weight.mul_(START.branch)
         return self
 
     # Tables of the target
