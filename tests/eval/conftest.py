@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.data.sampling import Sampling, Stream, draw_rows, process, uniform
+from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.link import tables
-from outrider.eval.traces import Text
+from outrider.eval.noise import KeyedNoise
+from outrider.eval.texts import Text
 from outrider.heads import EagleConfig, EagleHead
 
 VOCAB, EOS, LAYERS = 61, 3, (1, 3, 5)
@@ -54,12 +55,9 @@ def answers(
         for b, row in enumerate(rows):
             seen_BV[b, row] = True
         probs_BV = process(target.logits(last_BH), sampling, seen_BV)
-        coins = [uniform(0, b, len(row), Stream.TARGET) for b, row in enumerate(rows)]
-        for row, prompt, token in zip(
-            rows, prompts, draw_rows(probs_BV, coins).tolist(), strict=True
-        ):
+        for b, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
             if len(row) == len(prompt) or row[-1] != EOS:
-                row.append(token)
+                row.append(KeyedNoise(0, b, len(row)).draw(0, probs_BV[b]))
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 

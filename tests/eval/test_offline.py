@@ -10,7 +10,8 @@ from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.offline import score_chain
 from outrider.eval.scores import Score, difference, summary
-from outrider.eval.traces import Text, Trace, build_trace
+from outrider.eval.texts import Text
+from outrider.eval.traces import Trace, build_trace
 from outrider.heads import EagleHead, HeadCache
 
 LAYERS = (1, 3, 5)

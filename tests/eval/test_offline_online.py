@@ -15,7 +15,8 @@ from outrider.eval.offline import score_chain
 from outrider.eval.offline_tree import score_tree
 from outrider.eval.scores import Score
 from outrider.eval.stats import ratio
-from outrider.eval.traces import Text, Trace, build_trace
+from outrider.eval.texts import Text
+from outrider.eval.traces import Trace, build_trace
 from outrider.eval.tree import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleHead
 
