@@ -29,9 +29,13 @@ class Law(NamedTuple):
 
 
 def target_law(target: Target, last_NH: Tensor, places: Sequence[Place], sampling: Sampling) -> Law:
-    """The law of the token at each place, from the state before it; keep N small, V is large."""
-    logits_NV = target.logits(last_NH).float()
-    return Law(logits_NV, process(logits_NV, sampling, _seen(logits_NV, places, sampling)))
+    """The law of the token at each place, from the state before it; keep N small, V is large.
+
+    Computed where the target is, returned on the CPU.
+    """
+    logits_NV = target.logits(last_NH.to(target.device)).float()
+    probs_NV = process(logits_NV, sampling, _seen(logits_NV, places, sampling))
+    return Law(logits_NV.cpu(), probs_NV.cpu())
 
 
 def _seen(logits_NV: Tensor, places: Sequence[Place], sampling: Sampling) -> Tensor | None:
@@ -54,7 +58,7 @@ class DraftVocabulary(NamedTuple):
     @classmethod
     def of(cls, head: EagleHead) -> "DraftVocabulary":
         """Read the map of a head; padding rows of a full vocabulary do not count."""
-        ids_W = head.draft_ids_W
+        ids_W = head.draft_ids_W.cpu()
         num = head.config.num_proposable
         slot_V = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
         slot_V[ids_W[:num]] = torch.arange(num)

@@ -5,7 +5,7 @@ place) pairs, K drafts at most, L = K + 1 draft lengths, D head width, V target 
 vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,16 +14,15 @@ from torch import Tensor
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.batching import batches, check_match, check_rule, side_by_side
 from outrider.eval.contexts import DraftVocabulary, Place, target_law
 from outrider.eval.renewal import Renewal, renewal, survival
-from outrider.eval.rules import rule_named
 from outrider.eval.scores import PLACE_BIN, Score, join
 from outrider.eval.traces import Trace, TraceRow
 from outrider.heads import EagleHead
 from outrider.heads.plan import RowPlan
 from outrider.heads.unroll import unroll
 
-_BATCH_TOKENS = 4096
 _CHUNK = 128
 
 
@@ -89,50 +88,6 @@ def in_order(score: Score, row_ids: Sequence[str]) -> Score:
     return score.take([place[name] for name in row_ids])
 
 
-def check_rule(rule: str | None, sampling: Sampling) -> str:
-    """The rule to use; ValueError when it does not fit the sampling."""
-    if rule is None:
-        return "greedy" if sampling.is_greedy else "rejection"
-    if rule_named(rule).is_greedy != sampling.is_greedy:
-        raise ValueError(
-            f"rule {rule!r} does not fit text of temperature {sampling.temperature}; use greedy at "
-            "temperature 0 and rejection, match or point_mass above"
-        )
-    return rule
-
-
-def check_match(trace: Trace, target: Target) -> None:
-    """ValueError when the trace is of another target."""
-    if trace.info.fingerprint != target.fingerprint():
-        raise ValueError(
-            f"the trace {trace.folder} is of target {trace.info.target} "
-            f"({trace.info.fingerprint[:12]}), this target is {target.name} "
-            f"({target.fingerprint()[:12]}); trace this target with outrider trace"
-        )
-
-
-def batches(
-    trace: Trace, head: EagleHead, rows: Sequence[int] | None = None
-) -> Iterator[list[TraceRow]]:
-    """Rows of like length, a few thousand padded tokens at a time."""
-    chosen = sorted(range(len(trace)) if rows is None else rows, key=lambda i: trace.lengths[i])
-    layers = head.config.aux_layers if head.config.kind == "eagle3" else ()
-    group: list[int] = []
-    for index in [*chosen, None]:
-        full = index is None or (len(group) + 1) * trace.lengths[index] > _BATCH_TOKENS
-        if group and full:
-            yield [trace.row(i, layers) for i in group]
-            group = []
-        if index is not None:
-            group.append(index)
-
-
-def side_by_side(batch: Sequence[TraceRow], name: str) -> Tensor:
-    """One field of every row, padded on the right, where a causal head does not look."""
-    parts = [getattr(row, name) for row in batch]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-
 @torch.no_grad()
 def _coins(
     head: EagleHead,
@@ -153,7 +108,8 @@ def _coins(
         for step in range(depth):
             # The draft of depth `step` for a context belongs to the round that started before.
             n = (context.place_N[span_N] > step).nonzero()[:, 0]
-            logits_NW = head.draft_logits(hidden_KND[step][span_N[n] - step]).float()
+            root_N = (span_N[n] - step).to(hidden_KND[step].device)
+            logits_NW = head.draft_logits(hidden_KND[step][root_N]).float().cpu()
             found = judge.coins(n, logits_NW, rule)
             # As in decoding: no draft runs at a position that the head was not made for.
             is_drafted_N = context.position_N[span_N[n]] - 2 < head.config.max_position_embeddings
@@ -190,15 +146,18 @@ def _hidden(
     head: EagleHead, batch: Sequence[TraceRow], context: _Contexts, depth: int
 ) -> list[Tensor]:
     """The head's output for every start, step by step: depth times [N, D]."""
-    ids_BS = side_by_side(batch, "ids_T")
-    feature_BSD = head.project(side_by_side(batch, "aux_TF"), side_by_side(batch, "last_TH"))
+    device = head.fc.weight.device
+    ids_BS, aux_BSF, last_BSH = (
+        side_by_side(batch, name).to(device) for name in ("ids_T", "aux_TF", "last_TH")
+    )
     position_BS = torch.arange(ids_BS.shape[1]).expand(ids_BS.shape)
     length_B1 = torch.tensor([[len(row.ids_T)] for row in batch])
     document_BS = (position_BS < length_B1).long()
     # A round at place t has root row t - 2: state of the token before last, last token as input.
     root_N = context.row_N * ids_BS.shape[1] + context.position_N - 2
-    plan = RowPlan.from_rows(root_N, document_BS, depth)
-    return unroll(head, feature_BSD, ids_BS, position_BS, plan)
+    plan = RowPlan.from_rows(root_N, document_BS, depth).to(device)
+    feature_BSD = head.project(aux_BSF, last_BSH)
+    return unroll(head, feature_BSD, ids_BS, position_BS.to(device), plan)
 
 
 class _Judge:

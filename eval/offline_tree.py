@@ -16,15 +16,9 @@ from torch import Tensor
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.batching import batches, check_match, check_rule, side_by_side
 from outrider.eval.contexts import DraftVocabulary, Place, target_law
-from outrider.eval.offline import (
-    batches,
-    by_bin,
-    check_match,
-    check_rule,
-    in_order,
-    side_by_side,
-)
+from outrider.eval.offline import by_bin, in_order
 from outrider.eval.rules import rule_named
 from outrider.eval.scores import Score, join
 from outrider.eval.traces import Trace, TraceRow
@@ -128,28 +122,34 @@ class _Grower:
         self._head, self._plan, self._ids_W = head, plan, head.draft_ids_W
         self._width = min(plan.width, head.config.num_proposable)
         self._limit = head.config.max_position_embeddings
-        self._ids_BS = side_by_side(rows, "ids_T")
-        feature_BSD = head.project(side_by_side(rows, "aux_TF"), side_by_side(rows, "last_TH"))
+        self._device = head.fc.weight.device
+        self._ids_BS, aux_BSF, last_BSH = (
+            side_by_side(rows, name).to(self._device) for name in ("ids_T", "aux_TF", "last_TH")
+        )
+        feature_BSD = head.project(aux_BSF, last_BSH)
         num_rows = self._ids_BS.shape[1] - 1
         self._cache = HeadCache(num_rows + plan.depth * plan.width)
-        position_BS = torch.arange(num_rows).expand(len(rows), -1)
+        position_BS = torch.arange(num_rows, device=self._device).expand(len(rows), -1)
         self._hidden_BSD = head.step(
             feature_BSD[:, :-1], self._ids_BS[:, 1:], position_BS, self._cache
         )
 
     def grow(self, roots: Sequence[int]) -> list[Tree]:
         """The tree of each row, for rounds whose root row is given."""
-        root_B, every_B = torch.tensor(roots), torch.arange(len(roots))
+        device = self._device
+        root_B = torch.tensor(roots, device=device)
+        every_B = torch.arange(len(roots), device=device)
         growths = [Growth(token) for token in self._ids_BS[every_B, root_B + 1].tolist()]
         hidden_BND = self._hidden_BSD[every_B, root_B][:, None]
-        seen_BNR = torch.zeros(len(roots), 1, 0, dtype=torch.bool)
-        parent_BN = torch.zeros(len(roots), 1, dtype=torch.long)
+        seen_BNR = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=device)
+        parent_BN = torch.zeros(len(roots), 1, dtype=torch.long, device=device)
         # As in decoding: the draft of depth d runs at position root + d - 1, below the limit.
         depths = [min(self._plan.depth, self._limit - root) for root in roots]
         length = self._cache.length
         for level in range(max(depths)):
             if level:
-                own_BNN = torch.eye(parent_BN.shape[1], dtype=torch.bool).expand(len(roots), -1, -1)
+                own_NN = torch.eye(parent_BN.shape[1], dtype=torch.bool, device=device)
+                own_BNN = own_NN.expand(len(roots), -1, -1)
                 seen_BNR = torch.cat([seen_BNR[every_B[:, None], parent_BN], own_BNN], -1)
                 fed_BND = hidden_BND[every_B[:, None], parent_BN]
                 hidden_BND = self._step(fed_BND, growths, root_B, level, seen_BNR)
@@ -167,14 +167,11 @@ class _Grower:
     ) -> Tensor:
         """Run every row's frontier over its text up to the root and its own ancestors."""
         num_new = fed_BND.shape[1]
-        text_S = torch.arange(self._hidden_BSD.shape[1])
+        text_S = torch.arange(self._hidden_BSD.shape[1], device=self._device)
         text_BNS = (text_S <= root_B[:, None, None]).expand(-1, num_new, -1)
-        ids_BN = torch.tensor(
-            [
-                _fill([growth.tokens[node] for node in growth.frontier], num_new)
-                for growth in growths
-            ]
-        )
+        fed = [[growth.tokens[node] for node in growth.frontier] for growth in growths]
+        filled = [_fill(tokens, num_new) for tokens in fed]
+        ids_BN = torch.tensor(filled, device=self._device)
         position_BN = (root_B + level)[:, None].expand(-1, num_new)
         mask_BNS = torch.cat([text_BNS, seen_BNR], -1)
         return self._head.step(fed_BND, ids_BN, position_BN, self._cache, mask_BNS[:, None])
@@ -196,7 +193,7 @@ class _Grower:
             else:
                 parents.append([0])
         num_new = max(map(len, parents))
-        return torch.tensor([_fill(row, num_new) for row in parents])
+        return torch.tensor([_fill(row, num_new) for row in parents], device=self._device)
 
 
 def _fill(values: list[int], length: int) -> list[int]:

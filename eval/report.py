@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from outrider.data.files import write_whole
 from outrider.eval import plots
 from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.passage import LEGEND
@@ -75,10 +76,9 @@ def write_report(path: Path, parts: Figures, *, notes: Figures | None, title: st
             **{name: parts.get(name) for name in ("evaluation", "bench", "training", "passage")},
         }
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     paths = Paths(path, path.with_suffix(".html"))
-    _write(paths.json, json.dumps(report, indent=1, allow_nan=False))
-    _write(paths.html, render(report))
+    write_whole(paths.json, json.dumps(report, indent=1, allow_nan=False))
+    write_whole(paths.html, render(report))
     return paths
 
 
@@ -269,9 +269,3 @@ def _spread(interval: Figures, digits: int = 2) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from outrider.data.files import locked, write_whole
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.contexts import Place, target_law
@@ -50,9 +51,9 @@ class TraceInfo:
     seed: int | None
     """Seed that the text was sampled with, where known."""
     format: int = FORMAT
-    """Layout of the shards."""
+    """Layout and meaning of the shards."""
     code: str = ""
-    """Version of this package."""
+    """Version of this package; another one reads the trace if the format is the same."""
 
 
 class TraceRow(NamedTuple):
@@ -174,8 +175,16 @@ def build_trace(
     meta = {"info": asdict(info), "rows": [_row_meta(text) for text in texts]}
     if _is_finished(folder, meta["info"]):
         return Trace(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "meta.json", meta)
+    with locked(folder / ".lock"):
+        if not _is_finished(folder, meta["info"]):
+            _finish(target, texts, folder, info, meta)
+    return Trace(folder)
+
+
+def _finish(
+    target: Target, texts: Sequence[Text], folder: Path, info: TraceInfo, meta: dict[str, Any]
+) -> None:
+    write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     policies = []
     starts = range(0, len(texts), _SHARD_ROWS)
     for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=len(starts) < 4):
@@ -186,8 +195,7 @@ def build_trace(
             policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
     policy = sum(policies[1:], policies[0])
     policy.refuse_off_policy(str(folder))
-    _write_json(folder / "meta.json", {**meta, "policy": asdict(policy)})
-    return Trace(folder)
+    write_whole(folder / "meta.json", json.dumps({**meta, "policy": asdict(policy)}, indent=1))
 
 
 def _write_shard(
@@ -203,19 +211,19 @@ def _write_shard(
         for b, row in enumerate(rows):
             ids_BT[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.answer_ids)
         # Padding sits on the right, where a causal model cannot see it.
-        captured = target.run(ids_BT, layers=info.layers)
+        captured = target.run(ids_BT.to(target.device), layers=info.layers)
+        aux_BTF, last_BTH = (states.cpu() for states in captured)
         for b, (index, row) in enumerate(zip(group, rows, strict=True)):
             ids_T = ids_BT[b, : lengths[b]]
-            last_TH = captured.last_BTH[b, : lengths[b]]
+            last_TH = last_BTH[b, : lengths[b]]
             parts, found = _law(target, ids_T, last_TH, len(row.prompt_ids), sampling)
-            parts |= {"ids_T": ids_T, "aux_TF": captured.aux_BTF[b, : lengths[b]]}
+            parts |= {"ids_T": ids_T, "aux_TF": aux_BTF[b, : lengths[b]]}
             parts |= {"last_TH": last_TH}
             name = start + index
             tensors |= {f"{name}.{key}": part.contiguous().clone() for key, part in parts.items()}
             policy += found
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"policy": json.dumps(asdict(policy))})
-    temporary.replace(path)
+    save_file(tensors, path.with_suffix(".tmp"), {"policy": json.dumps(asdict(policy))})
+    path.with_suffix(".tmp").replace(path)
 
 
 def _law(
@@ -246,9 +254,8 @@ def _law(
 
 def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Rows of like length, few enough that a padded batch stays small."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     group: list[int] = []
-    for i in order:
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if group and (len(group) + 1) * lengths[i] > _BATCH_TOKENS:
             yield group
             group = []
@@ -266,7 +273,7 @@ def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
     unlike = [
         f"{key} is {meta['info'].get(key)!r}, asked for {value!r}"
         for key, value in wanted.items()
-        if meta["info"].get(key) != value
+        if key != "code" and meta["info"].get(key) != value
     ]
     if unlike:
         raise ValueError(
@@ -291,9 +298,3 @@ def _shard_name(number: int) -> str:
 def _read_meta(folder: Path) -> dict[str, Any] | None:
     path = folder / "meta.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)

@@ -136,6 +136,9 @@ def test_another_trace_in_the_folder_is_never_used(
     with pytest.raises(ValueError, match="text is"):
         build(tiny_target, greedy_texts[:-1], tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
+    meta["info"]["code"] = "0.0.1"
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert build(tiny_target, greedy_texts, tmp_path).info.code == "0.0.1"
     meta["info"]["format"] = 99
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="format 99"):
