@@ -5,6 +5,7 @@ drafts, so a rule that draws every token from p writes the text of plain samplin
 Dimensions: N tree nodes, T positions, V vocabulary, F fused feature channels, H hidden size.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,10 +171,11 @@ class _Run:
         """Run the prompt and draw the first token."""
         start = time.perf_counter()
         tree = Tree((self._ids[-1],), (-1,))
+        device = self._target.device
         captured = self._target.run(
-            torch.tensor([self._ids], device=self._target.device),
+            torch.tensor([self._ids], device=device),
             layers=self._drafter.layers,
-            position_ids=query_positions(self._cache.lengths_B, len(self._ids)),
+            position_ids=query_positions(self._cache.lengths_B.to(device), len(self._ids)),
             cache=self._cache,
         )
         self._cache.advance(len(self._ids))
@@ -232,14 +234,13 @@ class _Run:
         target, cache = self._target, self._cache
         assert cache.get_seq_length() == len(self._ids) - 1, "the newest token is not in the cache"
         device = target.device
+        lengths_B = cache.lengths_B.to(device)
         ancestors_NN = None if tree.is_chain else tree.ancestors.to(device)
-        mask = attention_masks(
-            target.config, cache.lengths_B, len(tree), target.dtype, ancestors_NN
-        )
+        mask = attention_masks(target.config, lengths_B, len(tree), target.dtype, ancestors_NN)
         captured = target.run(
             torch.tensor([tree.tokens], device=device),
             layers=self._drafter.layers,
-            position_ids=query_positions(cache.lengths_B, len(tree), ancestors_NN),
+            position_ids=query_positions(lengths_B, len(tree), ancestors_NN),
             attention_mask=mask,
             cache=cache,
         )
@@ -290,7 +291,8 @@ class _NodeLaws:
 
 
 def _position_limit(target: Target) -> int:
-    return int(target.config.max_position_embeddings)
+    """Positions the target has; unlimited where its config names none."""
+    return int(getattr(target.config, "max_position_embeddings", sys.maxsize))
 
 
 def _seen(target: Target, ids: Sequence[int], sampling: Sampling) -> Tensor | None:

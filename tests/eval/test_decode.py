@@ -13,6 +13,7 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval import decode as decode_module
 from outrider.eval.decode import Decoding, decode
+from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
@@ -41,6 +42,7 @@ def heads(tiny_head, target):
 DRAFTERS = [
     "plain",
     "perfect",
+    "forks",
     "wrong",
     "uniform",
     "untrained chain:4",
@@ -53,11 +55,26 @@ DRAFTERS = [
 ]
 
 
+class Forks(Replay):
+    """A tree along the given text: at every depth the right token behind a wrong sibling."""
+
+    def propose(self, max_depth, noise):
+        path = super().propose(max_depth, noise).tree.tokens
+        tokens, parents, parent = [path[0]], [-1], 0
+        for token in path[1:]:
+            tokens += [(token + 1) % VOCAB, token]
+            parents += [parent, parent]
+            parent = len(tokens) - 1
+        return Draft(Tree(tuple(tokens), tuple(parents)))
+
+
 def make(name, heads, text, temperature=0.0):
     if name == "plain":
         return Plain()
     if name == "perfect":
         return Replay(text, 4)
+    if name == "forks":
+        return Forks(text, 4)
     if name == "wrong":
         return Replay(text, 4, shift=1, vocab_size=VOCAB)
     if name == "uniform":
@@ -199,8 +216,8 @@ def test_match_writes_the_text_of_plain_sampling(target, heads, name, sampling):
         drafter = make(name, heads, [*prompt, *plain.ids, *[0] * 9])
         found = decode(target, prompt, drafter, decoding, row=row)
         assert found.ids == plain.ids
-        if name == "perfect":
-            assert all(one.accepted == min(4, one.drafted) for one in found.rounds[:-1])
+        if name in ("perfect", "forks"):
+            assert all(one.accepted == 4 for one in found.rounds[:-1])
 
 
 def test_match_with_drawn_drafts_writes_the_same_text(target, heads):
@@ -233,7 +250,7 @@ def test_tree_node_logits_equal_those_of_the_linear_prefix(target, heads):
         assert (logits_NV[node] - expected).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["trained chain:4", "trained tree:3,3,8", "perfect"])
+@pytest.mark.parametrize("name", ["trained chain:4", "trained tree:3,3,8", "perfect", "forks"])
 def test_the_targets_cache_after_rounds_is_that_of_a_linear_pass(target, heads, name):
     prompt = PROMPTS[0]
     text = [*prompt, *greedy_text(target, prompt, 30)]
@@ -271,6 +288,19 @@ def test_time_is_split(target, heads):
     assert seconds.decode == seconds.draft + seconds.verify + seconds.other
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["chain:4", "tree:3,3,8"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_loop_runs_on_a_gpu(target, heads, plan, sampling):
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    head = copy.deepcopy(heads["trained"]).to("cuda").attach(tables(there))
+    decoding = Decoding(max_new_tokens=24, sampling=sampling, rule="match", ignore_eos=True)
+    plain = decode(there, PROMPTS[0], None, decoding)
+    assert (
+        decode(there, PROMPTS[0], EagleDrafter(head, plan_named(plan)), decoding).ids == plain.ids
+    )
+
+
 # Planted faults: each must change the text or trip an assertion.
 
 
@@ -290,19 +320,19 @@ def test_an_uncompacted_tree_is_noticed(target, heads, monkeypatch):
         self.truncate([start + len(keep)])
 
     monkeypatch.setattr(RowCache, "compact", first_slots)
-    assert not all(texts_equal(target, heads, "trained tree:2,5,20"))
+    assert not all(texts_equal(target, heads, "forks"))
 
 
 def test_a_causal_mask_over_a_tree_is_noticed(target, heads, monkeypatch):
     masks = decode_module.attention_masks
     monkeypatch.setattr(decode_module, "attention_masks", lambda *args: masks(*args[:4], None))
-    assert not all(texts_equal(target, heads, "trained tree:2,5,20"))
+    assert not all(texts_equal(target, heads, "forks"))
 
 
 def test_positions_by_slot_in_a_tree_are_noticed(target, heads, monkeypatch):
     positions = decode_module.query_positions
     monkeypatch.setattr(decode_module, "query_positions", lambda *args: positions(*args[:2]))
-    assert not all(texts_equal(target, heads, "trained tree:2,5,20"))
+    assert not all(texts_equal(target, heads, "forks"))
 
 
 def test_rejected_drafts_left_in_the_cache_are_noticed(target, heads, monkeypatch):
