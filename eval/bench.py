@@ -5,6 +5,7 @@ those of a draft, timed within seconds of each other, prefill left out.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         speed = row["speedup"]
-        interval = f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]"
+        interval = f"{speed['value']:.2f}x"
+        if not math.isnan(speed["low"]):  # a lone prompt has no spread
+            interval += f" [{speed['low']:.2f}, {speed['high']:.2f}]"
         lines.append(
             f"{row['draft']:<14}{row['kind']:<14}{interval:<24}{row['tau']:<13.2f}"
             f"{row['tokens_per_s']:.1f} ({row['plain_tokens_per_s']:.1f})"
@@ -144,7 +147,7 @@ def _run_all(
         _decode(target, head, prompts[0], draft, settings, 0, warm=True)
     timings: list[Timing] = []
     total = settings.repeats * len(prompts) * len(drafts)
-    with tqdm(total=total, unit="run", desc="bench", leave=False) as bar:
+    with tqdm(total=total, unit="run", desc="bench", leave=False, disable=None) as bar:
         for repeat in range(settings.repeats):
             for index, prompt in enumerate(prompts):
                 # Another draft goes first each time, so that none always runs on a warm cache.

@@ -187,7 +187,7 @@ def _finish(
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     policies = []
     starts = range(0, len(texts), _SHARD_ROWS)
-    for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=len(starts) < 4):
+    for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=None):
         shard = folder / _shard_name(start // _SHARD_ROWS)
         if not shard.exists():
             _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
