@@ -7,7 +7,8 @@ import pytest
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval import bench as module
-from outrider.eval.bench import BenchSettings, Prompt, bench, cost, table
+from outrider.eval.bench import BenchSettings, Prompt, bench, table
+from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Seconds
 from outrider.eval.metrics import Round
 from outrider.heads import EagleHead
