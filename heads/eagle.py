@@ -79,21 +79,19 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def start_from_target(self) -> Self:
-        """Begin a new EAGLE-3 head at its target's output head and norm, muted by START.
-
-        A narrower draft starts from the leading directions of the target's tables.
-        """
+        """Begin a new EAGLE-3 head near its target; heads/tables.py says why."""
         if self.config.kind == "eagle1":
             return self
         tables, width = self.lent(), self.config.hidden_size
         rows = tables.output_VH[self.draft_ids_W].to(self.lm_head.weight.dtype)
         if width != self.config.target_hidden_size:
             basis_HD = leading_directions(tables.embedding_VH, width)
-            own = tables.embedding_VH.to(basis_HD.dtype) @ basis_HD
-            self.embed_tokens.weight.copy_(own)
+            self.embed_tokens.weight.copy_(tables.embedding_VH.to(basis_HD.dtype) @ basis_HD)
             rows = rows.to(basis_HD.dtype) @ leading_directions(tables.output_VH, width)
-        elif tables.norm_H is not None:
-            self.norm.weight.copy_(tables.norm_H * START.norm)
+        else:
+            if tables.norm_H is not None:
+                self.norm.weight.copy_(tables.norm_H * START.norm)
+            self.fc.weight.zero_()[:, -width:].fill_diagonal_(1)
         self.lm_head.weight.copy_(rows)
         self.layer.self_attn.o_proj.weight.mul_(START.branch)
         self.layer.mlp.down_proj.weight.mul_(START.branch)

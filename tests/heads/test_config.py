@@ -173,6 +173,8 @@ def test_a_new_head_starts_from_the_targets_tables():
     assert torch.equal(head.lm_head.weight, table[ids])
     assert tables.norm_H is not None
     torch.testing.assert_close(head.norm.weight, tables.norm_H * START.norm)
+    aux = torch.randn(1, 5, 96)
+    assert torch.equal(head.project(aux, None), aux[..., 64:])
 
 
 def test_tables_are_neither_parameters_nor_state():
