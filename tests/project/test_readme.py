@@ -1,4 +1,4 @@
-"""Every command of the README runs: flags are checked here, whole blocks in the stage `readme`."""
+"""Every command of the README runs: flags are checked here, whole blocks with OUTRIDER_README=1."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def test_files_named_in_the_readme_exist():
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.skipif("OUTRIDER_README" not in os.environ, reason="stage `readme` of .ci/run")
+@pytest.mark.skipif("OUTRIDER_README" not in os.environ, reason="set OUTRIDER_README=1 to run whole blocks")
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
 def test_block_runs(index):
     language, text = BLOCKS[index]
