@@ -80,7 +80,9 @@ def test_files_named_in_the_readme_exist():
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.skipif("OUTRIDER_README" not in os.environ, reason="set OUTRIDER_README=1 to run whole blocks")
+@pytest.mark.skipif(
+    "OUTRIDER_README" not in os.environ, reason="set OUTRIDER_README=1 to run whole blocks"
+)
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
 def test_block_runs(index):
     language, text = BLOCKS[index]
