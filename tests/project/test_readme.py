@@ -75,7 +75,7 @@ def test_the_first_screen_has_both_commands_and_ci_runs_them():
 
 def test_files_named_in_the_readme_exist():
     names = re.findall(r"`((?:heads|train|data|eval|scripts|tests)/[\w./-]+)`", README)
-    assert len(names) >= 8
+    assert len(names) >= 11
     for name in names:
         assert (ROOT / name).exists(), name
 
