@@ -12,7 +12,7 @@ import torch
 
 from outrider.data.files import sha256_of
 
-_PACKAGES = ("outrider", "torch", "transformers", "accelerate", "scipy", "numpy")
+_PACKAGES = ("outrider", "torch", "transformers", "accelerate", "safetensors", "scipy", "numpy")
 
 
 def provenance() -> dict[str, Any]:

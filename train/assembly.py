@@ -67,6 +67,8 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     )
     rows, counts = read_rows(data.data, target, reading)
     vocabulary, head = make_head(settings, target, rows)
+    if settings.head.freeze_output:
+        head.lm_head.requires_grad_(False)
     preflight.check_head(head, target)
     return Ground(
         settings=settings,

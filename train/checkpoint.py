@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outrider.data.files import write_whole
+
 REQUIRED = {
     "head": "head.safetensors",
     "optimizer": "optimizer.pt",
@@ -198,10 +200,8 @@ def recover_folder(final: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one JSON file through a temporary name."""
-    draft = path.with_name(f".{path.name}.writing")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+    """Write one JSON file in one step."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def plain(value: object) -> object:

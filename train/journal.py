@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from outrider.data.files import write_whole
+
 PARTS = ("data", "forward", "backward", "optimiser")
 
 
@@ -159,6 +161,4 @@ def forget_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except json.JSONDecodeError:
             break
-    draft = path.with_name(f".{path.name}.writing")
-    draft.write_text("".join(kept), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, "".join(kept))

@@ -102,6 +102,10 @@ class HeadSettings:
     norm_output: bool = False
     """Feed the normalised output back as the next step's hidden input (EAGLE-3.1)."""
 
+    freeze_output: bool = False
+    """eagle3 only: keep the output head's first rows, the target's own, instead of training them.
+    Worth it on few rows, where a trained output head learns their wording by heart."""
+
     init: str | None = None
     """Folder of an exported head to start from; its draft vocabulary is kept."""
 
@@ -240,9 +244,9 @@ class Settings:
                 f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
                 "single steps; leave it out or set it to 1"
             )
-        for name in ("draft_vocab", "aux_layers"):
+        for name in ("draft_vocab", "aux_layers", "freeze_output"):
             value = getattr(self.head, name)
-            if self.head.head == "eagle1" and value is not None:
+            if self.head.head == "eagle1" and value not in (None, False):
                 raise ValueError(
                     f"{name} is {value} with head eagle1, which continues the target's last state "
                     "with the target's own output head; leave it out or use head eagle3"

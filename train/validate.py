@@ -3,19 +3,21 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.data.sampling import Sampling
-from outrider.data.sources import records
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.offline import score_chain
-from outrider.eval.traces import Text, Trace, build_trace
+from outrider.eval.texts import Text, read_texts
+from outrider.eval.traces import Trace, build_trace
 from outrider.heads.formats import load_head
 from outrider.train.parts import Score
 from outrider.train.settings import DataSettings
+
+GREEDY = Sampling(temperature=0.0)
 
 
 def heldout_trace(
@@ -27,30 +29,12 @@ def heldout_trace(
     folder = Path(data.heldout)
     if (folder / "meta.json").is_file():
         return Trace(folder)
-    texts = spread(greedy_texts(data.heldout), data.heldout_rows)
+    texts = spread(read_texts(data.heldout, GREEDY), data.heldout_rows)
     key = hashlib.sha256()
     for part in (texts, target.fingerprint(), list(layers), str(target.dtype)):
         key.update(json.dumps(part).encode())
     folder = store / f"heldout-{key.hexdigest()[:16]}"
-    return build_trace(target, texts, folder, sampling=Sampling(temperature=0.0), layers=layers)
-
-
-def greedy_texts(source: str) -> list[Text]:
-    """The answered rows of a source that were written greedily, by their own word."""
-    texts = []
-    for number, record in enumerate(records(source), start=1):
-        if not isinstance(record, Mapping) or not {"prompt_ids", "answer_ids"} <= set(record):
-            raise ValueError(
-                f"heldout {source!r}: row {number} has no prompt_ids and answer_ids; held-out "
-                "acceptance is exact only on the target's own text: answer the prompts with "
-                "outrider generate, or leave heldout out"
-            )
-        if record.get("temperature", 0.0) == 0.0:
-            name, kind = str(record.get("id", number)), str(record.get("kind", "all"))
-            texts.append(Text(name, kind, record["prompt_ids"], record["answer_ids"]))
-    if not texts:
-        raise ValueError(f"heldout {source!r} holds no row of temperature 0; answer some greedily")
-    return texts
+    return build_trace(target, texts, folder, sampling=GREEDY, layers=layers)
 
 
 def spread(texts: list[Text], limit: int | None) -> list[Text]:

@@ -255,13 +255,27 @@ def test_an_unused_setting_of_ground_is_none(target_folder: Path, rows_file: Pat
     assert not ground.head.config.is_reduced
 
 
+def test_a_frozen_output_head_keeps_the_rows_of_the_target(
+    train: Train, target_folder: Path
+) -> None:
+    argv = ("--epochs", "2", "--lr", "0.01", "--weight-decay", "0.1", "--optimizer", "muon")
+    kept = load_file(train("--freeze-output", *argv, output="kept") / "last" / "model.safetensors")
+    free = load_file(train(*argv, output="free") / "last" / "model.safetensors")
+    target = load_file(target_folder / "model.safetensors")
+    rows_VH = target["model.embed_tokens.weight"]
+    assert torch.equal(kept["lm_head.weight"], rows_VH)
+    assert not torch.equal(free["lm_head.weight"], rows_VH)
+    moved = [name for name in kept if not torch.equal(kept[name], free[name])]
+    assert "fc.weight" in moved
+
+
 def test_settings_and_provenance_lie_beside_the_weights(train: Train, tmp_path: Path) -> None:
     out = train("--epochs", "1")
     again = parse(["--recipe", str(out / "settings.yaml")])
     assert again.run.output == str(out)
     assert again.objective.unroll_steps == 2
     facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
-    assert facts["packages"]["torch"]
+    assert facts["versions"]["torch"]
     assert facts["command"]
 
 

@@ -140,6 +140,7 @@ def test_files_for_accelerate_are_not_recipes(tmp_path: Path) -> None:
         (["--rebuild-vocab"], "rebuild_vocab is set without init"),
         (["--head", "eagle1", "--unroll-steps", "3"], "unroll_steps is 3 with head eagle1"),
         (["--head", "eagle1", "--draft-vocab", "9"], "draft_vocab is 9 with head eagle1"),
+        (["--head", "eagle1", "--freeze-output"], "freeze_output is True with head eagle1"),
         (["--head", "eagle1", "--aux-layers", "1"], "aux_layers is (1,) with head eagle1"),
         (["--max-length", "1"], "max_length is 1; allowed: at least 4"),
         (["--max-tokens", "0"], "max_tokens is 0"),
