@@ -38,10 +38,23 @@ def heldout_trace(
 
 
 def spread(texts: list[Text], limit: int | None) -> list[Text]:
-    """At most `limit` texts, evenly over the list so that every kind stays in."""
+    """At most `limit` texts, as many of each kind as can be, evenly over each kind's list."""
     if limit is None or limit >= len(texts):
         return texts
-    return [texts[index * len(texts) // limit] for index in range(limit)]
+    kinds: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        kinds.setdefault(text.kind, []).append(index)
+    share = dict.fromkeys(kinds, 0)
+    while limit:
+        for kind in [kind for kind in kinds if share[kind] < len(kinds[kind])][:limit]:
+            share[kind] += 1
+            limit -= 1
+    chosen = [
+        found[place * len(found) // share[kind]]
+        for kind, found in kinds.items()
+        for place in range(share[kind])
+    ]
+    return [texts[index] for index in sorted(chosen)]
 
 
 def judge(trace: Trace, target: Target, depth: int) -> Callable[[Path], Score]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.target import Target
+from outrider.eval.texts import Text
 from outrider.eval.link import tables
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
@@ -21,6 +22,7 @@ from outrider.train.assembly import make_head
 from outrider.train.checkpoint import latest
 from outrider.train.journal import check_tracker
 from outrider.train.recipe import parse
+from outrider.train.validate import spread
 from outrider.train.vocabulary import byte_tokens, choose_vocabulary, safe_ids
 
 Train = Callable[..., Path]
@@ -304,3 +306,25 @@ def test_heldout_rows_among_the_training_rows_are_refused(
     tmp_path: Path, refused: Refused, heldout_file: Path
 ) -> None:
     assert "is also training row" in refused("--heldout", str(heldout_file), data=heldout_file)
+
+
+@pytest.mark.parametrize("limit", [1, 6, 9, 20, 60, 90, 200, None])
+def test_a_part_of_the_heldout_rows_holds_every_kind_alike(limit: int | None) -> None:
+    # Kinds in turn, as answers of several sources come: steps of 3 would see two of six kinds.
+    sizes = dict(zip("abcdef", (20, 20, 20, 20, 20, 5), strict=True))
+    texts = [
+        Text(f"{kind}{row}", kind, [2, 3], [4])
+        for row in range(20)
+        for kind, size in sizes.items()
+        if row < size
+    ]
+    chosen = spread(texts, limit)
+    assert chosen == [text for text in texts if text in chosen]
+    assert len(chosen) == (len(texts) if limit is None else min(limit, len(texts)))
+    counts = {kind: sum(text.kind == kind for text in chosen) for kind in sizes}
+    level = max(counts.values())
+    assert all(count >= min(level - 1, sizes[kind]) for kind, count in counts.items())
+    for kind, count in counts.items():
+        rows = [int(text.row_id[1:]) for text in chosen if text.kind == kind]
+        assert len(set(rows)) == count
+        assert all(row >= place * sizes[kind] // count for place, row in enumerate(rows))
