@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.target import Target
-from outrider.eval.texts import Text
 from outrider.eval.link import tables
+from outrider.eval.texts import Text
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
 from outrider.train import preflight
