@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.data.packing import pack
+from outrider.data.packing import shuffled_packs
 
 
 class StoredRow(NamedTuple):
@@ -89,10 +89,7 @@ class Batches:
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
-        order = _generator(seed, 0).permutation(len(source))  # so that ties pack at random
-        lengths = source.lengths
-        packs = pack([lengths[row] for row in order], size)
-        self.packs = [[int(order[place]) for place in places] for places in packs]
+        self.packs = shuffled_packs(source.lengths, size, seed)
 
     def epoch_length(self) -> int:
         """Global batches in an epoch."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """First-fit, longest first: the rows of each pack, whose lengths sum to `size` at most.
+    """First fit in the order given: the rows of each pack, whose lengths sum to `size` at most.
 
-    Deterministic: equal lengths keep their order. First-fit decreasing needs at most 11/9 of the
-    best possible number of packs (Johnson 1973); a tree of free space finds the first fit in
-    O(log n).
+    Shuffle the rows first. Longest-first would fill packs a little better, but it gathers rows of
+    one length, and so of one kind, in a step: on the demo it cost 0.02 tokens per target call. A
+    tree of free space finds the first fit in O(log n).
     """
     for row, length in enumerate(lengths):
         if not 0 < length <= size:
@@ -18,12 +20,19 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
             )
     free = _FirstFit(len(lengths), size)
     packs: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        place = free.take(lengths[row])
+    for row, length in enumerate(lengths):
+        place = free.take(length)
         if place == len(packs):
             packs.append([])
         packs[place].append(row)
     return packs
+
+
+def shuffled_packs(lengths: Sequence[int], size: int, seed: int) -> list[list[int]]:
+    """Rows in an order drawn from the seed, packed."""
+    order = np.random.default_rng([seed, 0]).permutation(len(lengths)).tolist()
+    packs = pack([lengths[row] for row in order], size)
+    return [[order[place] for place in places] for places in packs]
 
 
 class _FirstFit:

@@ -20,7 +20,7 @@ from outrider.heads.cache import HeadCache
 from outrider.heads.config import EagleConfig
 from outrider.heads.layers import Layer, Norm, Weights, attend, mlp, rms_norm, split_heads
 from outrider.heads.rope import cos_sin, rotary, rotate
-from outrider.heads.tables import START, Tables, bend, leading_directions, to_device
+from outrider.heads.tables import START_NORM, Tables, bend, leading_directions, to_device
 from outrider.heads.vocab import check_draft_ids, offsets, selected
 
 
@@ -90,11 +90,9 @@ class EagleHead(nn.Module):
             rows = rows.to(basis_HD.dtype) @ leading_directions(tables.output_VH, width)
         else:
             if tables.norm_H is not None:
-                self.norm.weight.copy_(tables.norm_H * START.norm)
+                self.norm.weight.copy_(tables.norm_H * START_NORM)
             self.fc.weight.zero_()[:, -width:].fill_diagonal_(1)
         self.lm_head.weight.copy_(rows)
-        self.layer.self_attn.o_proj.weight.mul_(START.branch)
-        self.layer.mlp.down_proj.weight.mul_(START.branch)
         return self
 
     # Tables of the target

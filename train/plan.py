@@ -4,7 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
-from outrider.data.packing import pack
+from outrider.data.packing import shuffled_packs
 from outrider.data.store import store_bytes
 from outrider.train.assembly import DTYPES, Ground
 from outrider.train.optim import state_bytes
@@ -18,7 +18,7 @@ def describe(ground: Ground) -> str:
     """Resolved settings, counts, steps, parameters, memory and disk."""
     settings, head = ground.settings, ground.head
     run, data = settings.run, settings.data
-    packs = len(pack([len(row) for row in ground.rows], data.max_length))
+    packs = len(shuffled_packs([len(row) for row in ground.rows], data.max_length, run.seed))
     per_epoch = math.ceil(math.ceil(packs / run.batch_size) / run.accumulation)
     tokens = sum(len(row) for row in ground.rows)
     fill = tokens / (packs * data.max_length)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.chat import Template, encode
-from outrider.data.packing import pack
+from outrider.data.packing import pack, shuffled_packs
 from outrider.data.rows import Row
 from outrider.data.store import OnlineFeatures
 
@@ -71,7 +71,7 @@ def epoch(batches, number, world=1):
 
 def slow_first_fit(lengths, size):
     packs = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in range(len(lengths)):
         for places in packs:
             if sum(lengths[other] for other in places) + lengths[row] <= size:
                 places.append(row)
@@ -94,7 +94,18 @@ def test_pack_is_first_fit_and_loses_nothing():
 
 def test_pack_fills_well():
     lengths = [len(ids) for ids, _ in random_rows(400, longest=200, seed=1)]
-    assert sum(lengths) / (512 * len(pack(lengths, 512))) > 0.97
+    assert sum(lengths) / (512 * len(pack(lengths, 512))) > 0.94
+
+
+def test_packs_mix_rows_of_all_lengths():
+    # Two kinds, one of short and one of long rows, given one after the other.
+    lengths = [20] * 300 + [90] * 300
+    packs = shuffled_packs(lengths, 512, seed=3)
+    assert sorted(row for places in packs for row in places) == list(range(600))
+    assert shuffled_packs(lengths, 512, seed=4) != packs
+    mixed = sum(len({lengths[row] for row in places}) == 2 for places in packs)
+    assert mixed > 0.8 * len(packs)
+    assert sum(len({lengths[row] for row in places}) == 2 for places in pack(lengths, 512)) <= 1
 
 
 @pytest.mark.parametrize("length", [0, 17])

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.heads import EagleConfig, EagleHead, HeadCache, Tables
 from outrider.heads.config import default_aux_layers
 from outrider.heads.rope import rotary
-from outrider.heads.tables import START
+from outrider.heads.tables import START_NORM
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,
@@ -172,7 +172,7 @@ def test_a_new_head_starts_from_the_targets_tables():
     head = EagleHead(config, ids).attach(tables).start_from_target()
     assert torch.equal(head.lm_head.weight, table[ids])
     assert tables.norm_H is not None
-    torch.testing.assert_close(head.norm.weight, tables.norm_H * START.norm)
+    torch.testing.assert_close(head.norm.weight, tables.norm_H * START_NORM)
     aux = torch.randn(1, 5, 96)
     assert torch.equal(head.project(aux, None), aux[..., 64:])
 
