@@ -185,3 +185,27 @@ def _themed(text: str) -> str:
     for index, colour in enumerate(_SERIES):
         text = text.replace(colour, f"var(--series-{index + 1})")
     return text
+
+
+_LIGHT = {"ink": "#1c2128", "grid": "#dcdfe3", "paper": "#fbfaf7"}
+_DARK = {"ink": "#e4e7ea", "grid": "#343b44", "paper": "#14171b"}
+_HUES = {
+    "light": ("#0b63ad", "#b8480a", "#0d7a56", "#7d43a8", "#8a6a00", "#a3264f"),
+    "dark": ("#62b4f7", "#f2955a", "#4fcf9f", "#c79af0", "#dcc05a", "#f285a8"),
+}
+
+
+def alone(svg: str) -> str:
+    """A plot as a file of its own, with the report's colours for light and dark."""
+
+    def rule(page: Mapping[str, str], hues: Sequence[str]) -> str:
+        series = "".join(f"--series-{i}:{hue};" for i, hue in enumerate(hues, start=1))
+        names = f"--grid:{page['grid']};--paper:{page['paper']};"
+        return f"svg{{color:{page['ink']};background:{page['paper']};{names}{series}}}"
+
+    dark = f"@media (prefers-color-scheme:dark){{{rule(_DARK, _HUES['dark'])}}}"
+    style = f"<style>{rule(_LIGHT, _HUES['light'])}{dark}</style>"
+    head, tail = svg.split(">", 1)
+    if "xmlns=" not in head:
+        head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    return f"{head}>{style}{tail}"

@@ -5,9 +5,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from outrider.eval import plots
 from outrider.eval.metrics import DEFINITIONS, Round
 from outrider.eval.passage import marks, passage
 from outrider.eval.report import build_report, read_training
@@ -145,8 +147,8 @@ def test_a_full_report_is_one_self_contained_page(tmp_path: Path) -> None:
     assert text.count("<svg") == 6
     assert "prefers-color-scheme: dark" in text
     # Plots take every colour from the page, so that both themes work.
-    plots = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert not re.findall(r"#[0-9a-f]{6}\b", "".join(plots))
+    drawn = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert not re.findall(r"#[0-9a-f]{6}\b", "".join(drawn))
 
 
 def test_words_of_others_are_escaped(tmp_path: Path) -> None:
@@ -236,3 +238,15 @@ def test_a_trees_deepest_path_decides_what_was_rejected() -> None:
     assert marks([Round(12, 2, 3)], depth=4)[-1] == "corrected"
     assert marks([Round(12, 4, 5)], depth=4)[-1] == "plain"
     assert marks([Round(0, 0, 1)], depth=4)[-1] == "plain"
+
+
+def test_a_plot_alone_is_a_whole_file_with_colours_for_light_and_dark() -> None:
+    point = {"value": 1.5, "low": 1.4, "high": 1.7}
+    text = plots.alone(plots.kind_plot({"greedy": {"chat": point, "qa": point}}, "tau"))
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    style = root[0].text or ""
+    light, dark = style.split("@media (prefers-color-scheme:dark)")
+    for name in set(re.findall(r"var\((--[\w-]+)\)", text)):
+        assert f"{name}:#" in light
+        assert f"{name}:#" in dark
