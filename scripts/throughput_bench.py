@@ -13,8 +13,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -53,6 +54,8 @@ class Settings:
     """Stored features; by default a folder `features` beside --output."""
     modes: tuple[str, ...] = ("fp32-1", "bf16-2")
     """Precision and threads: fp32-1, fp32-2, bf16-1, bf16-2."""
+    optimizers: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")
+    """Both trainers use the same one; torch's Muon is half of our step and the same code in both."""
     steps: int = 12
     """Measured steps a round; three more warm up."""
     rounds: int = 2
@@ -89,8 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: mode {sorted(unknown)[0]!r}; choose of {', '.join(MODES)}")
     settings.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for mode in settings.modes:
-        rows.append({"mode": mode, **measure(settings, mode)})
+    for mode, optimizer in product(settings.modes, settings.optimizers):
+        measured = measure(settings, mode, optimizer)
+        rows.append({"mode": mode, "optimizer": optimizer, **measured})
         print(line(rows[-1]), flush=True)
     result = {"target_tokens_per_s": target_speed(settings), "modes": rows}
     print(f"target features: {result['target_tokens_per_s']} tokens/s with the recipe's threads")
@@ -98,15 +102,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     (settings.output / "throughput.json").write_text(text + "\n", encoding="ascii")
 
 
-def measure(settings: Settings, mode: str) -> dict[str, Any]:
+def measure(settings: Settings, mode: str, optimizer: str) -> dict[str, Any]:
     """All rounds of one mode: ours, then the peer's, then ours again."""
-    recipe = recipe_of(settings, mode)
+    recipe = recipe_of(settings, mode, optimizer)
     ours: list[Measured] = []
     theirs: list[float] = []
     for number in range(settings.rounds):
         ours.append(run_ours(recipe, settings.steps))
         if settings.peer_python is not None:
-            theirs.append(run_theirs(settings, recipe, f"{mode}-{number}"))
+            theirs.append(run_theirs(settings, recipe, f"{mode}-{optimizer}-{number}"))
     result: dict[str, Any] = {"ours": [asdict(one) for one in ours], "peer": theirs}
     if theirs:
         mine = statistics.median(one.tokens_per_s for one in ours)
@@ -114,12 +118,13 @@ def measure(settings: Settings, mode: str) -> dict[str, Any]:
     return result
 
 
-def recipe_of(settings: Settings, mode: str) -> Recipe:
+def recipe_of(settings: Settings, mode: str, optimizer: str) -> Recipe:
     """The recipe on few rows in this mode, without held-out rows."""
     precision, threads = MODES[mode]
     store = settings.store or settings.output.parent / "features"
     words = ["--recipe", settings.recipe, "--store", str(store), "--heldout", "None"]
-    words += ["--max-tokens", str(settings.max_tokens), "--output", str(settings.output / mode)]
+    words += ["--max-tokens", str(settings.max_tokens), "--optimizer", optimizer]
+    words += ["--output", str(settings.output / f"{mode}-{optimizer}")]
     words += ["--precision", precision, "--threads", str(threads), "--device", "cpu"]
     if settings.data is not None:
         words += ["--data", settings.data]
@@ -166,18 +171,31 @@ def run_ours(recipe: Recipe, num_steps: int) -> Measured:
     busy = sum(parts_s.values())
     parts_s |= {"head": parts_s.pop("forward") - loss, "loss": loss}
     tokens = sum(tokens for tokens, _ in timed)
-    flop = counter.get_total_flops() / counted
+    flop = counter.get_total_flops()
+    in_bf16 = newton_schulz_flop(loop)
     peak = matmul_peak(DTYPES[recipe.run.precision])
+    floor_s = (flop - in_bf16) / peak + in_bf16 / matmul_peak(torch.bfloat16)
     return Measured(
         tokens_per_s=round(statistics.median(n / s for n, s in timed), 1),
         step_ms=round(1e3 * statistics.median(s for _, s in timed), 1),
         share={name: round(value / busy, 3) for name, value in parts_s.items()},
         cpu_tokens_per_s=round(tokens / cpu, 1),
-        mflop_per_token=round(flop / 1e6, 1),
+        mflop_per_token=round(flop / counted / 1e6, 1),
         peak_gflops=round(peak / 1e9, 1),
-        floor_tokens_per_s=round(peak / flop, 1),
+        floor_tokens_per_s=round(counted / floor_s, 1),
         load=load,
     )
+
+
+def newton_schulz_flop(loop: Loop) -> int:
+    """Operations of Muon's iterations in one step, which torch always runs in bfloat16."""
+    found = 0
+    for wrapped in loop.optimizers:
+        optimizer = getattr(wrapped, "optimizer", wrapped)
+        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Muon) else ():
+            sizes = [sorted(value.shape) for value in group["params"]]
+            found += group["ns_steps"] * sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
+    return found
 
 
 def step_tokens(loop: Loop) -> int:
@@ -223,6 +241,7 @@ def run_theirs(settings: Settings, recipe: Recipe, name: str) -> float:
             peer_python=settings.peer_python,
             threads=recipe.run.threads,
             epochs=1,
+            optimizer=recipe.optim.optimizer,
             max_steps=settings.steps + 3,
         )
     )
@@ -248,7 +267,7 @@ def line(row: dict[str, Any]) -> str:
     best = max(row["ours"], key=lambda one: one["tokens_per_s"])
     share = ", ".join(f"{name} {value:.0%}" for name, value in best["share"].items())
     text = (
-        f"{row['mode']}: {best['tokens_per_s']:.0f} tokens/s "
+        f"{row['mode']} {row['optimizer']}: {best['tokens_per_s']:.0f} tokens/s "
         f"(step {best['step_ms']:.0f} ms: {share}); "
         f"floor {best['floor_tokens_per_s']:.0f} at {best['peak_gflops']:.0f} GFLOP/s and "
         f"{best['mflop_per_token']:.0f} MFLOP a token"
