@@ -55,7 +55,7 @@ class Settings:
     modes: tuple[str, ...] = ("fp32-1", "bf16-2")
     """Precision and threads: fp32-1, fp32-2, bf16-1, bf16-2."""
     optimizers: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")
-    """Both trainers use the same one; torch's Muon is half of our step and the same code in both."""
+    """Of both trainers alike; torch's Muon is half of our step and the same code in both."""
     steps: int = 12
     """Measured steps a round; three more warm up."""
     rounds: int = 2
