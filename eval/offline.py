@@ -175,9 +175,9 @@ class _Judge:
         rows = [batch[b] for b in context.row_N[span_N].tolist()]
         position_N = context.position_N[span_N]
         pairs = zip(rows, position_N.tolist(), strict=True)
-        places = [Place(row.ids_T, position) for row, position in pairs]
+        places = [Place(row.ids_T, position, row.prompt_length) for row, position in pairs]
         self.temperature = sampling.temperature
-        self.ids_N = torch.stack([ids_S[position] for ids_S, position in places])
+        self.ids_N = torch.stack([ids_S[position] for ids_S, position, _ in places])
         self.slot_N = vocabulary.slot_V[self.ids_N]
         self.ids_W = vocabulary.ids_W
         self.probs_NW: Tensor | None = None
