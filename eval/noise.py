@@ -32,9 +32,9 @@ class KeyedNoise:
         """A token from what a rejection left."""
         return draw(weights, self._uniform(depth, Stream.RESIDUAL))
 
-    def draft(self, depth: int) -> float:
-        """The coin of a drawn draft."""
-        return self._uniform(depth, Stream.DRAFT)
+    def draft(self, depth: int, slot: int = 0) -> float:
+        """The coin of a drawn draft; `slot` numbers those of one depth."""
+        return self._uniform(depth, Stream.DRAFT, slot)
 
     def _uniform(self, depth: int, stream: Stream, slot: int = 0) -> float:
         return uniform(self._seed, self._row, self._position + depth, stream, slot)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import tables
 from outrider.eval.metrics import count
+from outrider.eval.plans import DrawnPlan, default_rule, is_drawn, plan_named
 from outrider.eval.rules import rule_named
-from outrider.eval.tree import ChainPlan, plan_named
 from outrider.heads import load_head
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
@@ -45,7 +45,7 @@ class Settings:
     """Use the first so many rows of data."""
 
     draft: str = "chain:3"
-    """Draft plan, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
+    """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE."""
 
     skip_plain: bool = False
     """Do not decode each prompt plainly too, to compare text and speed."""
@@ -95,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(settings.target, dtype=dtype, device=settings.device)
     prompts = read_prompts(settings, target)
     drafter = make_drafter(settings, target)
-    keeps_text = pick_rule(settings.decoding, drafter or Plain()).keeps_text
+    decoding = settings.decoding
+    if decoding.rule is None:
+        rule = default_rule(plan_named(settings.draft), is_greedy=decoding.sampling.is_greedy)
+        decoding = replace(decoding, rule=rule)
+    keeps_text = pick_rule(decoding, drafter or Plain()).keeps_text
     pairs: list[Pair] = []
     for prompt in prompts:
         print(f"--- {prompt.name} ({len(prompt.ids)} tokens)")
@@ -103,13 +107,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             target,
             prompt.ids,
             drafter,
-            settings.decoding,
+            decoding,
             row=prompt.row,
             on_tokens=printer(target, settings, is_terminal=sys.stdout.isatty()),
         )
         plain = None
         if drafter is not None and not settings.skip_plain:
-            plain = decode(target, prompt.ids, None, settings.decoding, row=prompt.row)
+            plain = decode(target, prompt.ids, None, decoding, row=prompt.row)
         pairs.append(Pair(drafted, plain))
         print(f"\n    {figures(pairs[-1:], keeps_text=keeps_text)}")
     if len(pairs) > 1:
@@ -128,10 +132,10 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     dtype = getattr(torch, settings.dtype)
     head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
     plan, decoding = plan_named(settings.draft), settings.decoding
-    is_drawn = isinstance(plan, ChainPlan) and not decoding.sampling.is_greedy
-    if decoding.rule is not None:
-        is_drawn = rule_named(decoding.rule).draws_drafts
-    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if is_drawn else 0.0)
+    draws = is_drawn(plan) and not decoding.sampling.is_greedy
+    if decoding.rule is not None and not isinstance(plan, DrawnPlan):
+        draws = rule_named(decoding.rule).draws_drafts
+    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if draws else 0.0)
 
 
 def read_prompts(settings: Settings, target: Target) -> list[Prompt]:

@@ -17,7 +17,8 @@ from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
-from outrider.eval.tree import ChainPlan, Tree, plan_named
+from outrider.eval.plans import ChainPlan, plan_named
+from outrider.eval.tree import Tree
 from outrider.heads import EagleConfig, EagleHead
 
 PROMPTS = ([5, 9, 14, 22], [41, 7, 7, 30, 12, 55, 8], [60])
@@ -204,6 +205,16 @@ SAMPLINGS = [
     Sampling(temperature=1.0),
     Sampling(temperature=0.6, top_k=20, top_p=0.9, min_p=0.02),
     Sampling(temperature=1.2, repetition_penalty=1.2),
+    Sampling(
+        temperature=1.0,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias=((11, 2.0), (7, -1.0)),
+        bad_words=("7,7", "30"),
+        top_k=30,
+        top_p=0.95,
+        filters="joint",
+    ),
 ]
 
 

@@ -8,9 +8,10 @@ import torch
 from outrider.data.target import Target
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
+from outrider.eval.growth import DynamicGrowth
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.tree import ChainPlan, Growth, TreePlan, plan_named
+from outrider.eval.plans import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleConfig, EagleHead
 
 PREFIX = [5, 9, 14, 22, 8, 31, 40, 17]
@@ -65,7 +66,7 @@ def outputs(head, rows, ids, drafted):
 
 def best_first(head, rows, ids, plan):
     """The EAGLE-2 tree, with every node's law from `outputs`."""
-    growth, paths = Growth(ids[-1]), {0: []}
+    growth, paths = DynamicGrowth(ids[-1]), {0: []}
     for _ in range(plan.depth):
         frontier = growth.frontier
         laws = [outputs(head, rows, ids, paths[node]).log_softmax(-1) for node in frontier]
