@@ -21,10 +21,11 @@ from outrider.eval.drafters import Draft, Drafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.metrics import Round
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.rules import Rule, rule_named
+from outrider.eval.rules import Laws, Randomness, Rule, Verdict, rule_named
 from outrider.eval.tree import Tree
 
 OnTokens = Callable[[Sequence[int], Sequence[bool]], None]
+Verify = Callable[[Tree, Laws, Randomness], Verdict]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,25 @@ def decode(
         on_tokens: Called with each round's new tokens and which of them were drafted.
     """
     drafter, decoding = drafter or Plain(), decoding or Decoding()
-    run = _Run(target, prompt_ids, drafter, decoding, row)
+    verify = pick_rule(decoding, drafter).verify
+    run = _Run(target, prompt_ids, drafter, decoding, row, verify)
+    return _finish(run, on_tokens)
+
+
+def decode_by(
+    verify: Verify,
+    target: Target,
+    prompt_ids: Sequence[int],
+    drafter: Drafter,
+    decoding: Decoding,
+    *,
+    row: int = 0,
+) -> Decoded:
+    """The same loop under any rule, `decoding.rule` aside; exact only if `verify` is."""
+    return _finish(_Run(target, prompt_ids, drafter, decoding, row, verify), None)
+
+
+def _finish(run: "_Run", on_tokens: OnTokens | None) -> Decoded:
     run.prefill()
     shown = 0
     while True:
@@ -148,6 +167,7 @@ class _Run:
         drafter: Drafter,
         decoding: Decoding,
         row: int,
+        verify: Verify,
     ) -> None:
         self._limit = _position_limit(target)
         if not 0 < len(prompt_ids) < self._limit:
@@ -156,7 +176,7 @@ class _Run:
                 "target's positions less one for the answer"
             )
         self._target, self._drafter, self._decoding, self._row = target, drafter, decoding, row
-        self._rule = pick_rule(decoding, drafter)
+        self._judge = verify
         self._ids = list(prompt_ids)
         self._budget = min(decoding.max_new_tokens, self._limit - len(prompt_ids))
         self._cache = RowCache(1)
@@ -181,7 +201,7 @@ class _Run:
         self._cache.advance(len(self._ids))
         logits_1V = self._target.logits(captured.last_BTH[0, -1:])
         laws = _NodeLaws(self, tree, logits_1V, None)
-        verdict = self._rule.verify(tree, laws, self._noise())
+        verdict = self._judge(tree, laws, self._noise())
         self._emit([verdict.token], 0)
         self._drafter.start(self._ids, captured)
         self.seconds.prefill = time.perf_counter() - start
@@ -196,7 +216,7 @@ class _Run:
         captured, logits_NV = self._verify(draft.tree)
         times.append(time.perf_counter())
         laws = _NodeLaws(self, draft.tree, logits_NV, draft)
-        verdict = self._rule.verify(draft.tree, laws, noise)
+        verdict = self._judge(draft.tree, laws, noise)
         self.num_degenerate += verdict.num_degenerate
         kept = (0, *verdict.path)
         self._keep(kept)

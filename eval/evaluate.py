@@ -6,6 +6,7 @@ from typing import Any
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.metrics import refuse_lossy
 from outrider.eval.offline import score_chain
 from outrider.eval.offline_tree import score_tree
 from outrider.eval.plans import ChainPlan, DrawnPlan, plan_named
@@ -98,6 +99,7 @@ def table(evaluation: Mapping[str, Any]) -> str:
     """The results as lines of text, a row per head, trace and draft."""
     columns = ("head", "text", "draft", "tau [95%]", "alpha", "alpha*", "survival by position")
     rows = [columns]
+    refuse_lossy(evaluation["results"])
     for result in evaluation["results"]:
         tau = result["tau"]
         rows.append(

@@ -12,6 +12,7 @@ from outrider.data.cache import RowCache
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval import decode as decode_module
+from outrider.eval import rules
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
@@ -250,7 +251,7 @@ def test_texts_differ_by_row_and_seed(target):
 
 def test_tree_node_logits_equal_those_of_the_linear_prefix(target, heads):
     prompt = PROMPTS[1]
-    run = decode_module._Run(target, prompt, Plain(), Decoding(ignore_eos=True), 0)
+    run = decode_module._Run(target, prompt, Plain(), Decoding(ignore_eos=True), 0, rules.greedy)
     run.prefill()
     root = run.new_ids[0]
     tree = Tree((root, 8, 9, 10, 11, 12, 13, 14), (-1, 0, 0, 1, 1, 2, 5, 4))
@@ -266,7 +267,7 @@ def test_the_targets_cache_after_rounds_is_that_of_a_linear_pass(target, heads, 
     prompt = PROMPTS[0]
     text = [*prompt, *greedy_text(target, prompt, 30)]
     drafter = make(name, heads, text)
-    run = decode_module._Run(target, prompt, drafter, Decoding(ignore_eos=True), 0)
+    run = decode_module._Run(target, prompt, drafter, Decoding(ignore_eos=True), 0, rules.greedy)
     run.prefill()
     for _ in range(4):
         run.round()
