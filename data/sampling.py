@@ -151,8 +151,7 @@ def process(
             f"sampling is {sampling.record()}, which depends on the tokens before, but none were "
             "given; pass prefixes, one for each row, or leave penalties and bad words out"
         )
-    if sampling.moves_logits:
-        logits_NV = _move(logits_NV, sampling, prefixes)
+    logits_NV = move_logits(logits_NV, sampling, prefixes)
     if sampling.is_greedy:
         # torch.argmax does not promise the lowest id among equals, so take it over the ids.
         ids_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
@@ -162,7 +161,8 @@ def process(
     return _filter((logits_NV / sampling.temperature).softmax(dim=-1), sampling)
 
 
-def _move(logits_NV: Tensor, sampling: Sampling, prefixes: Sequence[Prefix] | None) -> Tensor:
+def move_logits(logits_NV: Tensor, sampling: Sampling, prefixes: Sequence[Prefix] | None) -> Tensor:
+    """The logits after bias, penalties and bad words: greedy decoding takes the largest."""
     if sampling.logit_bias:
         logits_NV = add_bias(logits_NV, sampling.logit_bias)
     if sampling.repetition_penalty != 1.0:

@@ -13,6 +13,7 @@ from outrider.data.sampling import row_key
 from outrider.data.sources import records
 from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
+from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         decoding = replace(decoding, rule=rule)
     keeps_text = pick_rule(decoding, drafter or Plain()).keeps_text
     pairs: list[Pair] = []
+    found: list[Divergence] = []
     for prompt in prompts:
         print(f"--- {prompt.name} ({len(prompt.ids)} tokens)")
         drafted = decode(
@@ -116,10 +118,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = decode(target, prompt.ids, None, decoding, row=prompt.row)
         pairs.append(Pair(drafted, plain))
         print(f"\n    {figures(pairs[-1:], keeps_text=keeps_text)}")
+        if keeps_text and not is_same(pairs[-1]):
+            found.append(divergence(target, prompt, decoding, pairs[-1]))
+            print(f"    {found[-1].text()}")
     if len(pairs) > 1:
         print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
-    if keeps_text and dtype == torch.float32 and not all(map(is_same, pairs)):
+    if found and dtype == torch.float32:
         sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
+    if any(one.kind == "defect" for one in found):
+        sys.exit("error: a text differs from plain decoding by more than rounding does")
+
+
+def divergence(target: Target, prompt: Prompt, decoding: Decoding, pair: Pair) -> Divergence:
+    """Where and why the two texts part."""
+    assert pair.plain is not None
+    context = Context(
+        prompt_ids=prompt.ids, sampling=decoding.sampling, seed=decoding.seed, row=prompt.row
+    )
+    found = find_divergence(target, context, pair.plain.ids, pair.drafted.ids)
+    assert found is not None, "equal texts do not part"
+    return found
 
 
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
