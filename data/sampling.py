@@ -51,7 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # Lists, as JSON gives them, would compare unequal and cannot be hashed.
-        pairs = tuple((int(token), float(amount)) for token, amount in self.logit_bias)
+        pairs = tuple((token, float(amount)) for token, amount in self.logit_bias)
         object.__setattr__(self, "logit_bias", pairs)
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         for name, is_allowed, remedy in _checks(self):

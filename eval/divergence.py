@@ -37,7 +37,8 @@ class Divergence:
     top_gap: float
     """Between its first and second choice."""
     noise: float
-    """The most by which such gaps moved between two plain runs of unlike query length."""
+    """The most by which such gaps moved between two plain runs of unlike query length, and at least
+    one step of the precision."""
     kind: Literal["tie-flip", "defect"]
 
     def text(self) -> str:
@@ -83,8 +84,11 @@ def find_divergence(
     )
     ids = [*context.prompt_ids, *plain_ids[:place]]
     start = max(0, len(ids) - _SPAN)
-    one_NV, many_NV = (logits_after(target, ids, start, n) for n in (1, width))
-    noise = gap_noise(one_NV, many_NV)
+    # The plain text after the place tells of noise as well as that before it.
+    around = [*context.prompt_ids, *plain_ids][: len(ids) + _SPAN]
+    one_NV, many_NV = (logits_after(target, around, start, n) for n in (1, width))
+    noise = gap_noise(one_NV, many_NV, target.dtype)
+    one_V, many_V = one_NV[len(ids) - 1 - start], many_NV[len(ids) - 1 - start]
     if place in (len(plain_ids), len(other_ids)):
         # One text ends where the other goes on: no rounding of logits does that.
         tokens = [one[place] if place < len(one) else None for one in (plain_ids, other_ids)]
@@ -98,7 +102,7 @@ def find_divergence(
             kind="defect",
         )
     plain, other = plain_ids[place], other_ids[place]
-    score_V, again_V = (_scores(rows_NV[-1], context, ids) for rows_NV in (one_NV, many_NV))
+    score_V, again_V = (_scores(row_V, context, ids) for row_V in (one_V, many_V))
     gap = float(score_V[plain] - score_V[other])
     if not (score_V[other] > -float("inf")) and again_V[other] > -float("inf"):
         gap = 0.0  # a filter's edge lies between the two passes
@@ -116,7 +120,8 @@ def find_divergence(
 
 def logits_after(target: Target, ids: Sequence[int], start: int, width: int) -> Tensor:
     """Logits [N, V] after the tokens from `start` on, computed `width` tokens a pass."""
-    cache, found = RowCache(1), []
+    cache = RowCache(1)
+    found: list[Tensor] = []
     spans = [(0, start)] if start else []
     spans += [(i, min(i + width, len(ids))) for i in range(start, len(ids), width)]
     for begin, end in spans:
@@ -134,11 +139,15 @@ def logits_after(target: Target, ids: Sequence[int], start: int, width: int) -> 
     return torch.cat(found)
 
 
-def gap_noise(one_NV: Tensor, other_NV: Tensor) -> float:
-    """The most by which the gap of two likely tokens differs between two runs."""
-    top_NM = one_NV.topk(min(_LIKELIEST, one_NV.shape[-1]), dim=-1).indices
-    moved_NM = (other_NV - one_NV).gather(-1, top_NM)
-    return float((moved_NM.amax(-1) - moved_NM.amin(-1)).max())
+def gap_noise(one_NV: Tensor, other_NV: Tensor, dtype: torch.dtype) -> float:
+    """The most by which the gap of two likely tokens differs between two runs.
+
+    At least one step of `dtype` at the largest logit: runs that happen to agree prove no less.
+    """
+    top = one_NV.topk(min(_LIKELIEST, one_NV.shape[-1]), dim=-1)
+    moved_NM = (other_NV - one_NV).gather(-1, top.indices)
+    measured = float((moved_NM.amax(-1) - moved_NM.amin(-1)).max())
+    return max(measured, torch.finfo(dtype).eps * float(top.values.abs().max()))
 
 
 def _scores(logits_V: Tensor, context: Context, ids: Sequence[int]) -> Tensor:

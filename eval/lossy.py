@@ -122,7 +122,8 @@ def threshold(accept: float = 1.0, single: float = 1.0) -> LossyRule:
 
     def bounds(tree: Tree, laws: Laws, node: int) -> list[Any]:
         """Upper ends of the children's shares of the coin."""
-        p, summed, found = laws.target(node), 0, []
+        p, summed = laws.target(node), 0
+        found: list[Any] = []
         for child in tree.children[node]:
             share = _share(p, tree.tokens[child])
             summed = summed + share
@@ -233,7 +234,8 @@ def _nucleus_chances(
     """Chance of each accepted path: rows draw independently, the first of the longest wins."""
     lengths: list[list[Any]] = []
     for path in rows:
-        reach, found = 1, []
+        reach: Any = 1
+        found: list[Any] = []
         for node in path:
             share = _share(laws.target(tree.parents[node]), tree.tokens[node])
             found.append(reach * (1 - share))

@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     decoding = Decoding(
         max_new_tokens=settings.max_new_tokens, sampling=settings.sampling, seed=settings.seed
     )
-    plan, found = plan_named(settings.draft), []
+    plan = plan_named(settings.draft)
+    found: list[Bias] = []
     for name in settings.rule:
         rule = make_rule(settings, name)
         temperature = settings.sampling.temperature if rule.draws_drafts else 0.0

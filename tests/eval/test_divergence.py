@@ -110,5 +110,5 @@ def test_a_text_that_ends_early_is_a_defect(target):
 def test_noise_is_the_largest_move_of_a_gap():
     one = torch.tensor([[5.0, 4.0, 0.0], [2.0, 1.0, 0.0]])
     other = one + torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.3, 0.3]])
-    assert gap_noise(one, other) == pytest.approx(0.3)
-    assert gap_noise(one, one) == 0
+    assert gap_noise(one, other, torch.float32) == pytest.approx(0.3)
+    assert gap_noise(one, one, torch.bfloat16) == 5 / 128
