@@ -7,6 +7,7 @@ through k tokens is E[prod min(1, p / v)] over the rule's own text, v its law at
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from outrider.data.target import Target
@@ -14,7 +15,7 @@ from outrider.eval.decode import Decoding, decode_by
 from outrider.eval.drafters import Drafter
 from outrider.eval.lossy import LossyRule, distance
 from outrider.eval.metrics import Lossy
-from outrider.eval.rules import Laws, Randomness, Verdict
+from outrider.eval.rules import Laws, Randomness, Verdict, Weights
 from outrider.eval.tree import Tree
 
 
@@ -94,7 +95,8 @@ def decode_lossy(
         raise ValueError("this lossy rule needs a drawn chain; draft a chain, such as chain:3")
     steps: list[Step] = []
 
-    def verify(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
+    def verify(tree: Tree, once: Laws, random: Randomness) -> Verdict:
+        laws = _Kept(once)
         verdict = rule.verify(tree, laws, random)
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.token]
         for node, token in zip((0, *verdict.path), tokens, strict=True):
@@ -116,6 +118,21 @@ def decode_lossy(
         # What an end token or the limit cut off was never emitted.
         steps=steps[: len(found.ids)],
     )
+
+
+class _Kept:
+    """Laws computed once a node: walk, law and formula all ask for them."""
+
+    def __init__(self, laws: Laws) -> None:
+        self._target, self._draft = cache(laws.target), cache(laws.draft)
+
+    def target(self, node: int) -> Weights:
+        """The law p after this node's path."""
+        return self._target(node)
+
+    def draft(self, node: int) -> Weights:
+        """The law q that this node's token was drawn from."""
+        return self._draft(node)
 
 
 def bias(name: str, rule: LossyRule, texts: Sequence[LossyText]) -> Bias:

@@ -245,13 +245,12 @@ def test_drawn_trees_carry_the_very_laws_they_were_drawn_from(target, head, plan
     """Children without replacement: each law is q without the earlier siblings, renormalised."""
     plan = plan_named(plan)
     ids = PREFIX
-    rows, shapes = Rows(target, head.config.aux_layers), set()
+    rows = Rows(target, head.config.aux_layers)
     for row in range(6):
         drafter = rows.started(EagleDrafter(head, plan, temperature=0.8), ids)
         draft = drafter.propose(8, KeyedNoise(0, row, len(ids)))
         tree = draft.tree
         assert 1 < len(tree) <= plan.nodes + 1
-        shapes.add(tree.parents)
         for node, children in enumerate(tree.children):
             left = None
             for child in children:
@@ -267,7 +266,6 @@ def test_drawn_trees_carry_the_very_laws_they_were_drawn_from(target, head, plan
                 logits_W = outputs(head, rows, ids, drafted)
                 wanted = head.scatter((logits_W / 0.8).softmax(-1)[None])[0]
                 torch.testing.assert_close(draft.law(children[0]), wanted, atol=1e-6, rtol=0)
-    assert shapes  # something was drafted
 
 
 def test_drawn_trees_at_temperature_zero_are_the_likeliest_ones(target, head):
