@@ -5,6 +5,7 @@ An answer depends on the target, the prompt, the row's id and the seed, not on t
 Letters: B rows of a batch, N some of them, T positions, H hidden size, V vocabulary.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.chat import Template
+from outrider.data.penalties import Prefix
 from outrider.data.rowfile import PartialRows, write_rows
 from outrider.data.sampling import Sampling, Stream, draw_rows, process, row_key, uniform
 from outrider.data.target import Target
@@ -220,17 +222,14 @@ def _emit(slots: Sequence[_Slot | None], logits_BV: Tensor, seed: int) -> None:
             groups.setdefault(slot.request.sampling, []).append((row, slot))
     for sampling, members in groups.items():
         logits_NV = logits_BV[[row for row, _ in members]]
-        paths = [slot.prompt_ids + slot.answer_ids for _, slot in members]
-        seen_NV = None
-        if sampling.repetition_penalty != 1.0:
-            seen_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
-            for index, path in enumerate(paths):
-                seen_NV[index, path] = True
-        coins = [
-            uniform(seed, slot.key, len(path), Stream.TARGET)
-            for (_, slot), path in zip(members, paths, strict=True)
+        prefixes = [
+            Prefix(slot.prompt_ids + slot.answer_ids, len(slot.prompt_ids)) for _, slot in members
         ]
-        tokens = draw_rows(process(logits_NV, sampling, seen_NV), coins).tolist()
+        coins = [
+            uniform(seed, slot.key, len(path.ids), Stream.TARGET)
+            for (_, slot), path in zip(members, prefixes, strict=True)
+        ]
+        tokens = draw_rows(process(logits_NV, sampling, prefixes), coins).tolist()
         for (_, slot), token in zip(members, tokens, strict=True):
             slot.answer_ids.append(token)
 
@@ -262,10 +261,12 @@ def _row(answer: Answer, target: Target, decoding: Decoding) -> dict[str, Any]:
     assert target.tokenizer is not None  # prompt_ids has refused such a target
     text = target.tokenizer.decode(answer.answer_ids, skip_special_tokens=True)
     request = answer.request
+    stated = request.sampling.record()
     return {
         "id": request.id,
         **request.extra,
         "temperature": request.sampling.temperature,
+        **({"sampling": stated} if stated.keys() - {"temperature"} else {}),
         "seed": decoding.seed,
         "messages": [*request.messages, {"role": "assistant", "content": text}],
         "prompt_ids": answer.prompt_ids,
@@ -276,13 +277,13 @@ def _row(answer: Answer, target: Target, decoding: Decoding) -> dict[str, Any]:
 
 def _settings(target: Target, requests: Sequence[Request], decoding: Decoding) -> dict[str, Any]:
     """All that an answer depends on besides its prompt."""
-    samplings = {tuple(asdict(request.sampling).items()) for request in requests}
+    samplings = {json.dumps(asdict(request.sampling)) for request in requests}
     return {
         "target": target.fingerprint()[:16],
         "dtype": str(target.dtype),
         "max_new_tokens": decoding.max_new_tokens,
         "seed": decoding.seed,
-        "samplings": [dict(pairs) for pairs in sorted(samplings)],
+        "samplings": [json.loads(text) for text in sorted(samplings)],
     }
 
 

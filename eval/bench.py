@@ -21,8 +21,8 @@ from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
+from outrider.eval.plans import default_rule, is_drawn, plan_named
 from outrider.eval.stats import median
-from outrider.eval.tree import ChainPlan, plan_named
 from outrider.heads import EagleHead
 
 PLAIN = "plain"
@@ -168,15 +168,16 @@ def _decode(
     *,
     warm: bool = False,
 ) -> Decoded:
-    drafter = None
+    drafter = rule = None
     if draft != PLAIN:
         plan = plan_named(draft)
-        is_drawn = isinstance(plan, ChainPlan)
-        temperature = settings.sampling.temperature if is_drawn else 0.0
+        rule = default_rule(plan, is_greedy=settings.sampling.is_greedy)
+        temperature = settings.sampling.temperature if is_drawn(plan) else 0.0
         drafter = EagleDrafter(head, plan, temperature=temperature)
     decoding = Decoding(
         max_new_tokens=min(8, settings.max_new_tokens) if warm else settings.max_new_tokens,
         sampling=settings.sampling,
+        rule=rule,
         seed=settings.seed,
         ignore_eos=settings.ignore_eos,
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.heads import EagleHead
@@ -19,6 +20,12 @@ class Place(NamedTuple):
 
     ids_S: Tensor
     position: int
+    num_prompt: int
+
+    @property
+    def prefix(self) -> Prefix:
+        """The tokens before it."""
+        return Prefix(self.ids_S[: self.position].tolist(), self.num_prompt)
 
 
 class Law(NamedTuple):
@@ -34,18 +41,9 @@ def target_law(target: Target, last_NH: Tensor, places: Sequence[Place], samplin
     Computed where the target is, returned on the CPU.
     """
     logits_NV = target.logits(last_NH.to(target.device)).float()
-    probs_NV = process(logits_NV, sampling, _seen(logits_NV, places, sampling))
+    prefixes = [place.prefix for place in places] if sampling.reads_path else None
+    probs_NV = process(logits_NV, sampling, prefixes)
     return Law(logits_NV.cpu(), probs_NV.cpu())
-
-
-def _seen(logits_NV: Tensor, places: Sequence[Place], sampling: Sampling) -> Tensor | None:
-    """Tokens before each place, where a repetition penalty asks for them."""
-    if sampling.repetition_penalty == 1.0:
-        return None
-    seen_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
-    for n, place in enumerate(places):
-        seen_NV[n, place.ids_S[: place.position]] = True
-    return seen_NV
 
 
 class DraftVocabulary(NamedTuple):

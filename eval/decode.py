@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Drafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.metrics import Round
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.rules import Rule, rule_named
+from outrider.eval.rules import Laws, Randomness, Rule, Verdict, rule_named
 from outrider.eval.tree import Tree
 
 OnTokens = Callable[[Sequence[int], Sequence[bool]], None]
+Verify = Callable[[Tree, Laws, Randomness], Verdict]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,25 @@ def decode(
         on_tokens: Called with each round's new tokens and which of them were drafted.
     """
     drafter, decoding = drafter or Plain(), decoding or Decoding()
-    run = _Run(target, prompt_ids, drafter, decoding, row)
+    verify = pick_rule(decoding, drafter).verify
+    run = _Run(target, prompt_ids, drafter, decoding, row, verify)
+    return _finish(run, on_tokens)
+
+
+def decode_by(
+    verify: Verify,
+    target: Target,
+    prompt_ids: Sequence[int],
+    drafter: Drafter,
+    decoding: Decoding,
+    *,
+    row: int = 0,
+) -> Decoded:
+    """The same loop under any rule, `decoding.rule` aside; exact only if `verify` is."""
+    return _finish(_Run(target, prompt_ids, drafter, decoding, row, verify), None)
+
+
+def _finish(run: "_Run", on_tokens: OnTokens | None) -> Decoded:
     run.prefill()
     shown = 0
     while True:
@@ -147,6 +167,7 @@ class _Run:
         drafter: Drafter,
         decoding: Decoding,
         row: int,
+        verify: Verify,
     ) -> None:
         self._limit = _position_limit(target)
         if not 0 < len(prompt_ids) < self._limit:
@@ -155,11 +176,10 @@ class _Run:
                 "target's positions less one for the answer"
             )
         self._target, self._drafter, self._decoding, self._row = target, drafter, decoding, row
-        self._rule = pick_rule(decoding, drafter)
+        self._judge = verify
         self._ids = list(prompt_ids)
         self._budget = min(decoding.max_new_tokens, self._limit - len(prompt_ids))
         self._cache = RowCache(1)
-        self._seen_V = _seen(target, prompt_ids, decoding.sampling)
         self.new_ids: list[int] = []
         self.is_drafted: list[bool] = []
         self.rounds: list[Round] = []
@@ -181,7 +201,7 @@ class _Run:
         self._cache.advance(len(self._ids))
         logits_1V = self._target.logits(captured.last_BTH[0, -1:])
         laws = _NodeLaws(self, tree, logits_1V, None)
-        verdict = self._rule.verify(tree, laws, self._noise())
+        verdict = self._judge(tree, laws, self._noise())
         self._emit([verdict.token], 0)
         self._drafter.start(self._ids, captured)
         self.seconds.prefill = time.perf_counter() - start
@@ -196,7 +216,7 @@ class _Run:
         captured, logits_NV = self._verify(draft.tree)
         times.append(time.perf_counter())
         laws = _NodeLaws(self, draft.tree, logits_NV, draft)
-        verdict = self._rule.verify(draft.tree, laws, noise)
+        verdict = self._judge(draft.tree, laws, noise)
         self.num_degenerate += verdict.num_degenerate
         kept = (0, *verdict.path)
         self._keep(kept)
@@ -210,21 +230,17 @@ class _Run:
         self.seconds.verify += times[2] - times[1]
         self.seconds.other += times[3] - times[2]
 
-    def seen(self, tree: Tree, node: int) -> Tensor | None:
-        """Bool [1, V]: tokens up to the node, where a penalty asks for them."""
-        if self._seen_V is None:
-            return None
-        seen_V = self._seen_V.clone()
-        seen_V[[tree.tokens[step] for step in tree.path(node)]] = True
-        return seen_V[None]
-
-    def law(self, logits_V: Tensor, seen_1V: Tensor | None) -> Tensor:
-        """The target's law; greedy without a penalty, the logits do as well."""
+    def law(self, logits_V: Tensor, tree: Tree, node: int) -> Tensor:
+        """The target's law after a node; greedy on logits as they are, these do as well."""
         sampling = self._decoding.sampling
-        if sampling.is_greedy and seen_1V is None:
+        if sampling.is_greedy and not sampling.moves_logits:
             # Half precision has no fast argmax on CPUs.
             return logits_V.float() if logits_V.element_size() < 4 else logits_V
-        return process(logits_V[None], sampling, seen_1V)[0]
+        prefixes = None
+        if sampling.reads_path:
+            ids = [*self._ids, *(tree.tokens[step] for step in tree.path(node))]
+            prefixes = [Prefix(ids, len(self._ids) - len(self.new_ids))]
+        return process(logits_V[None], sampling, prefixes)[0]
 
     def _noise(self) -> KeyedNoise:
         return KeyedNoise(self._decoding.seed, self._row, len(self._ids))
@@ -262,8 +278,6 @@ class _Run:
             self._ids.append(token)
             self.new_ids.append(token)
             self.is_drafted.append(index < num_drafted)
-            if self._seen_V is not None:
-                self._seen_V[token] = True
             if token in self._target.eos_ids and not self._decoding.ignore_eos:
                 self.finish = "stop"
             elif len(self.new_ids) == self._budget:
@@ -281,7 +295,7 @@ class _NodeLaws:
 
     def target(self, node: int) -> Tensor:
         """The law p after this node's path."""
-        return self._run.law(self._logits_NV[node], self._run.seen(self._tree, node))
+        return self._run.law(self._logits_NV[node], self._tree, node)
 
     def draft(self, node: int) -> Tensor:
         """The law q that this node's token was drawn from."""
@@ -293,14 +307,6 @@ class _NodeLaws:
 def _position_limit(target: Target) -> int:
     """Positions the target has; unlimited where its config names none."""
     return int(getattr(target.config, "max_position_embeddings", sys.maxsize))
-
-
-def _seen(target: Target, ids: Sequence[int], sampling: Sampling) -> Tensor | None:
-    if sampling.repetition_penalty == 1.0:
-        return None
-    seen_V = torch.zeros(target.vocab_size, dtype=torch.bool, device=target.device)
-    seen_V[list(ids)] = True
-    return seen_V
 
 
 def _rows(captured: Captured, kept: tuple[int, ...]) -> Captured:

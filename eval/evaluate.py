@@ -6,11 +6,12 @@ from typing import Any
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.metrics import refuse_lossy
 from outrider.eval.offline import score_chain
 from outrider.eval.offline_tree import score_tree
+from outrider.eval.plans import ChainPlan, DrawnPlan, plan_named
 from outrider.eval.scores import Score, difference, summary
 from outrider.eval.traces import Trace
-from outrider.eval.tree import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleHead
 
 
@@ -69,8 +70,13 @@ def sampling_text(sampling: Sampling) -> str:
         words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
         words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
         words += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
-    if sampling.repetition_penalty != 1:
-        words.append(f"repetition penalty {sampling.repetition_penalty:g}")
+        words += ["joint filters"] if sampling.filters == "joint" else []
+    off = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    for name, default in off.items():
+        penalty = getattr(sampling, f"{name}_penalty")
+        words += [f"{name} penalty {penalty:g}"] if penalty != default else []
+    words += [f"{len(sampling.logit_bias)} biased tokens"] if sampling.logit_bias else []
+    words += [f"{len(sampling.bad_words)} bad words"] if sampling.bad_words else []
     return ", ".join(words)
 
 
@@ -93,6 +99,7 @@ def table(evaluation: Mapping[str, Any]) -> str:
     """The results as lines of text, a row per head, trace and draft."""
     columns = ("head", "text", "draft", "tau [95%]", "alpha", "alpha*", "survival by position")
     rows = [columns]
+    refuse_lossy(evaluation["results"])
     for result in evaluation["results"]:
         tau = result["tau"]
         rows.append(
@@ -124,7 +131,12 @@ def _score_all(
         chains = score_chain(head, trace, target, lengths=lengths, rule=rule)
         scored = {score.draft: score for score in chains.values()}
     for draft, plan in plans.items():
-        if isinstance(plan, TreePlan):
+        if isinstance(plan, DrawnPlan):
+            raise ValueError(
+                f"draft is {draft!r}; drawn trees are measured by decoding, with outrider decode "
+                "or bench: score a chain, a tree or a static tree here"
+            )
+        if not isinstance(plan, ChainPlan):
             tree_rule = None if rule == "rejection" else rule
             scored[draft] = score_tree(head, trace, target, plan, rule=tree_rule)
     return {draft: scored[draft] for draft in drafts}

@@ -3,7 +3,7 @@
 A request is the list of its rounds; the prefill, which makes the first token, is not a round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,24 @@ class RoundCounts(Protocol):
     def emitted(self) -> int:
         """Tokens that reached the text, correction or bonus included."""
         ...
+
+
+class Lossy:
+    """Mark of what an inexact rule made: refused wherever figures of exact rules are counted.
+
+    Its subclasses name their fields otherwise than exact results do, so a type checker sees it too.
+    """
+
+
+def refuse_lossy(results: Iterable[object]) -> None:
+    """ValueError when a result, or a row read from a file, is an inexact rule's."""
+    for one in results:
+        is_row = isinstance(one, Mapping) and one.get("exact", True) is False
+        if is_row or isinstance(one, Lossy):
+            raise ValueError(
+                "a lossy result cannot enter a table of exact figures: its text is not the "
+                "target's, so its acceptance means something else; outrider lossy reports it"
+            )
 
 
 class Round(NamedTuple):
@@ -132,6 +150,7 @@ def count(requests: Sequence[Sequence[RoundCounts]], *, depth: int | None = None
         depth: Longest path of a draft; by default the longest accepted or, for chains, drafted.
     """
     flat = [one for rounds in requests for one in rounds]
+    refuse_lossy(flat)
     table_R3 = _table(flat)
     drafted_R, accepted_R, emitted_R = table_R3.T
     kept_R = np.minimum(accepted_R, emitted_R)

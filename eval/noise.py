@@ -32,9 +32,9 @@ class KeyedNoise:
         """A token from what a rejection left."""
         return draw(weights, self._uniform(depth, Stream.RESIDUAL))
 
-    def draft(self, depth: int) -> float:
-        """The coin of a drawn draft."""
-        return self._uniform(depth, Stream.DRAFT)
+    def draft(self, depth: int, slot: int = 0) -> float:
+        """The coin of a drawn draft; `slot` numbers those of one depth."""
+        return self._uniform(depth, Stream.DRAFT, slot)
 
     def _uniform(self, depth: int, stream: Stream, slot: int = 0) -> float:
         return uniform(self._seed, self._row, self._position + depth, stream, slot)
@@ -47,13 +47,17 @@ def race(weights_V: Tensor, coin: float) -> int:
     of each weight; only two tokens that close to a tie may then change places, while a draw from
     the cumulative law has thousands of edges to fall off.
     """
+    return int((race_times(weights_V, coin) / weights_V).argmin())
+
+
+def race_times(weights_V: Tensor, coin: float) -> Tensor:
+    """The race's exponential times [V], float64, before they are divided by the weights."""
     state_V = torch.arange(len(weights_V), device=weights_V.device) * _STEP + int(coin * 2**53)
     state_V = (state_V ^ _shifted(state_V, 30)) * _FIRST
     state_V = (state_V ^ _shifted(state_V, 27)) * _SECOND
     state_V = state_V ^ _shifted(state_V, 31)
     # Half a step keeps the uniforms inside (0, 1).
-    time_V = -((_shifted(state_V, 12).double() + 0.5) * 2.0**-52).log()
-    return int((time_V / weights_V).argmin())
+    return -((_shifted(state_V, 12).double() + 0.5) * 2.0**-52).log()
 
 
 def _shifted(state_V: Tensor, bits: int) -> Tensor:

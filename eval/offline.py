@@ -97,8 +97,8 @@ def _coins(
     rule: str,
     depth: int,
 ) -> Coins:
-    context = _Contexts.of(batch)
-    hidden_KND = _hidden(head, batch, context, depth)
+    context = Contexts.of(batch)
+    hidden_KND = hidden_steps(head, batch, context, depth)
     vocabulary = DraftVocabulary.of(head)
     num_places = max(row.num_tokens for row in batch)
     tables = Coins(*(torch.zeros(len(batch), num_places, depth) for _ in Coins._fields))
@@ -126,7 +126,7 @@ def _coins(
     return tables
 
 
-class _Contexts(NamedTuple):
+class Contexts(NamedTuple):
     """Every place after the prefill's token, row by row; also every place a round can start at."""
 
     row_N: Tensor
@@ -135,15 +135,15 @@ class _Contexts(NamedTuple):
     """Index of the place's token in prompt and answer together."""
 
     @classmethod
-    def of(cls, batch: Sequence[TraceRow]) -> "_Contexts":
+    def of(cls, batch: Sequence[TraceRow]) -> "Contexts":
         places = [torch.arange(1, row.num_tokens) for row in batch]
         rows = [torch.full_like(place_T, b) for b, place_T in enumerate(places)]
         prompts = [place_T + row.prompt_length for place_T, row in zip(places, batch, strict=True)]
         return cls(torch.cat(rows), torch.cat(places), torch.cat(prompts))
 
 
-def _hidden(
-    head: EagleHead, batch: Sequence[TraceRow], context: _Contexts, depth: int
+def hidden_steps(
+    head: EagleHead, batch: Sequence[TraceRow], context: Contexts, depth: int
 ) -> list[Tensor]:
     """The head's output for every start, step by step: depth times [N, D]."""
     device = head.fc.weight.device
@@ -166,7 +166,7 @@ class _Judge:
     def __init__(
         self,
         batch: Sequence[TraceRow],
-        context: _Contexts,
+        context: Contexts,
         span_N: Tensor,
         vocabulary: DraftVocabulary,
         target: Target,
@@ -175,9 +175,9 @@ class _Judge:
         rows = [batch[b] for b in context.row_N[span_N].tolist()]
         position_N = context.position_N[span_N]
         pairs = zip(rows, position_N.tolist(), strict=True)
-        places = [Place(row.ids_T, position) for row, position in pairs]
+        places = [Place(row.ids_T, position, row.prompt_length) for row, position in pairs]
         self.temperature = sampling.temperature
-        self.ids_N = torch.stack([ids_S[position] for ids_S, position in places])
+        self.ids_N = torch.stack([ids_S[position] for ids_S, position, _ in places])
         self.slot_N = vocabulary.slot_V[self.ids_N]
         self.ids_W = vocabulary.ids_W
         self.probs_NW: Tensor | None = None

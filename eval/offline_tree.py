@@ -1,4 +1,4 @@
-"""Exact acceptance of EAGLE-2 trees: walk the target's text and grow a tree at every round.
+"""Exact acceptance of likeliest-token trees: walk the target's text, a tree at every round.
 
 Trees are not drawn, so at any temperature the text alone decides what each round accepts.
 
@@ -18,11 +18,13 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.batching import batches, check_match, check_rule, side_by_side
 from outrider.eval.contexts import DraftVocabulary, Place, target_law
+from outrider.eval.growth import Growth
 from outrider.eval.offline import by_bin, in_order
+from outrider.eval.plans import LikeliestPlan
 from outrider.eval.rules import rule_named
 from outrider.eval.scores import Score, join
 from outrider.eval.traces import Trace, TraceRow
-from outrider.eval.tree import Growth, Tree, TreePlan
+from outrider.eval.tree import Tree
 from outrider.heads import EagleHead, HeadCache
 
 _CHUNK = 128
@@ -32,12 +34,12 @@ def score_tree(
     head: EagleHead,
     trace: Trace,
     target: Target,
-    plan: TreePlan,
+    plan: LikeliestPlan,
     *,
     rule: str | None = None,
     rows: Sequence[int] | None = None,
 ) -> Score:
-    """Score an EAGLE-2 tree; greedy, match and point_mass accept alike, so the rule is a label."""
+    """Score a tree; greedy, match and point_mass accept alike, so the rule is a label."""
     if rule is None:
         rule = "greedy" if trace.sampling.is_greedy else "match"
     rule = check_rule(rule, trace.sampling)
@@ -104,7 +106,7 @@ class _Walk:
 
 
 @torch.no_grad()
-def _walk_all(head: EagleHead, walks: Sequence[_Walk], plan: TreePlan) -> None:
+def _walk_all(head: EagleHead, walks: Sequence[_Walk], plan: LikeliestPlan) -> None:
     while going := [walk for walk in walks if not walk.is_done]:
         grower = _Grower(head, [walk.row for walk in going], plan)
         # Finished rows ride along; once they are half of the batch it is cheaper to start afresh.
@@ -118,7 +120,7 @@ def _walk_all(head: EagleHead, walks: Sequence[_Walk], plan: TreePlan) -> None:
 class _Grower:
     """Grows the trees of several rows at once over one cache of their texts."""
 
-    def __init__(self, head: EagleHead, rows: Sequence[TraceRow], plan: TreePlan) -> None:
+    def __init__(self, head: EagleHead, rows: Sequence[TraceRow], plan: LikeliestPlan) -> None:
         self._head, self._plan, self._ids_W = head, plan, head.draft_ids_W
         self._width = min(plan.width, head.config.num_proposable)
         self._limit = head.config.max_position_embeddings
@@ -139,7 +141,9 @@ class _Grower:
         device = self._device
         root_B = torch.tensor(roots, device=device)
         every_B = torch.arange(len(roots), device=device)
-        growths = [Growth(token) for token in self._ids_BS[every_B, root_B + 1].tolist()]
+        growths: list[Growth] = [
+            self._plan.start(token) for token in self._ids_BS[every_B, root_B + 1].tolist()
+        ]
         hidden_BND = self._hidden_BSD[every_B, root_B][:, None]
         seen_BNR = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=device)
         parent_BN = torch.zeros(len(roots), 1, dtype=torch.long, device=device)
@@ -206,7 +210,7 @@ def _score(
     walks: Sequence[_Walk],
     target: Target,
     sampling: Sampling,
-    plan: TreePlan,
+    plan: LikeliestPlan,
     rule: str,
 ) -> Score:
     num_places = max(walk.row.num_tokens for walk in walks)
@@ -221,7 +225,7 @@ def _score(
     tokens_B = torch.tensor([walk.row.num_tokens for walk in walks])
     hit_RK, kept_RK, inside_RK, top_inside_RK = sums_4RK
     return Score(
-        draft=f"tree:{plan.depth},{plan.width},{plan.nodes}",
+        draft=plan.label,
         rule=rule,
         row_ids=tuple(walk.row.row_id for walk in walks),
         kinds=tuple(walk.row.kind for walk in walks),
@@ -258,10 +262,10 @@ def _judge(
         chunk = contexts[first : first + _CHUNK]
         rows = [walks[b].row for b, _ in chunk]
         places = [
-            Place(row.ids_T, row.prompt_length + judged.place)
+            Place(row.ids_T, row.prompt_length + judged.place, row.prompt_length)
             for row, (_, judged) in zip(rows, chunk, strict=True)
         ]
-        ids_C = torch.stack([ids_S[position] for ids_S, position in places])
+        ids_C = torch.stack([ids_S[position] for ids_S, position, _ in places])
         if sampling.is_greedy:
             inside_C = top_C = is_inside_V[ids_C].double()
             probs_CV = None

@@ -87,8 +87,8 @@ def check_text(
     """Compare tokens with the raw logits and the processed law that they claim to come from."""
     if sampling.is_greedy:
         chosen_N = probs_NV.gather(-1, ids_N[:, None])[:, 0] > 0
-        if sampling.repetition_penalty != 1.0:
-            # The gap in raw logits says nothing once a penalty has moved them.
+        if sampling.moves_logits:
+            # The gap in raw logits says nothing once they have been moved.
             gap_N = torch.full_like(ids_N, 1, dtype=torch.float32)
         else:
             gap_N = logits_NV.max(-1).values - logits_NV.gather(-1, ids_N[:, None])[:, 0]

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from outrider.data.sampling import Sampling
@@ -58,7 +57,7 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
 def _is_drawn_with(record: Mapping[str, Any], sampling: Sampling) -> bool:
     stated = record.get("sampling")
     if isinstance(stated, Mapping):
-        return {**asdict(Sampling()), **stated} == asdict(sampling)
+        return Sampling.from_record(stated) == sampling
     return record.get("temperature", sampling.temperature) == sampling.temperature
 
 

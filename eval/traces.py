@@ -41,7 +41,7 @@ class TraceInfo:
     fingerprint: str
     """Hash of the target's config, weights and tokenizer."""
     sampling: dict[str, Any]
-    """How the target's logits became the law that the text was drawn from."""
+    """How the target's logits became the law that the text was drawn from: `Sampling.record`."""
     layers: tuple[int, ...]
     """Decoder layers whose inputs are stored, in order."""
     dtype: str
@@ -98,7 +98,7 @@ class Trace:
         info["layers"] = tuple(info["layers"])
         self.info = TraceInfo(**info)
         self.policy = OnPolicy(**meta["policy"])
-        self.sampling = Sampling(**self.info.sampling)
+        self.sampling = Sampling.from_record(self.info.sampling)
         self._rows: list[dict[str, Any]] = meta["rows"]
         self.row_ids = tuple(row["row_id"] for row in self._rows)
         self.kinds = tuple(row["kind"] for row in self._rows)
@@ -165,7 +165,7 @@ def build_trace(
     info = TraceInfo(
         target=target.name,
         fingerprint=target.fingerprint(),
-        sampling=asdict(sampling),
+        sampling=sampling.record(),
         layers=tuple(layers),
         dtype=str(target.dtype).removeprefix("torch."),
         text=hash_texts(texts),
@@ -201,7 +201,7 @@ def _finish(
 def _write_shard(
     target: Target, texts: Sequence[Text], start: int, info: TraceInfo, path: Path
 ) -> None:
-    sampling = Sampling(**info.sampling)
+    sampling = Sampling.from_record(info.sampling)
     tensors: dict[str, Tensor] = {}
     policy = OnPolicy(is_greedy=sampling.is_greedy)
     for group in _groups([len(text.prompt_ids) + len(text.answer_ids) for text in texts]):
@@ -235,7 +235,7 @@ def _law(
     policy = OnPolicy(is_greedy=sampling.is_greedy)
     for first in range(0, num, _CHUNK):
         places_N = torch.arange(first, min(first + _CHUNK, num)) + prompt_length
-        places = [Place(ids_T, position) for position in places_N.tolist()]
+        places = [Place(ids_T, position, prompt_length) for position in places_N.tolist()]
         logits_NV, probs_NV = target_law(target, last_TH[places_N - 1], places, sampling)
         ids_N = ids_T[places_N]
         policy += check_text(logits_NV, probs_NV, ids_N, target.dtype, sampling)
@@ -269,11 +269,13 @@ def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
     meta = _read_meta(folder)
     if meta is None:
         return False
-    wanted = json.loads(json.dumps(info))
+    wanted, found = json.loads(json.dumps(info)), dict(meta["info"])
+    # Files of earlier versions list the defaults too.
+    found["sampling"] = json.loads(json.dumps(Sampling.from_record(found["sampling"]).record()))
     unlike = [
-        f"{key} is {meta['info'].get(key)!r}, asked for {value!r}"
+        f"{key} is {found.get(key)!r}, asked for {value!r}"
         for key, value in wanted.items()
-        if key != "code" and meta["info"].get(key) != value
+        if key != "code" and found.get(key) != value
     ]
     if unlike:
         raise ValueError(

@@ -13,9 +13,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate_command", "let the target answer prompts: on-policy training text"),
     "prepare": ("prepare_command", "store the frozen target's features ahead of training"),
     "trace": ("trace_command", "record the target's own text and features for scoring"),
+    "tree": ("tree_command", "fit a static draft tree to a head on a trace"),
     "eval": ("eval_command", "exact acceptance of heads on a trace, without decoding"),
     "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
+    "lossy": ("lossy_command", "the bias of inexact acceptance rules, kept apart"),
     "toy": ("toy_command", "the four-token language: exact laws beside simulation"),
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -13,13 +13,14 @@ from outrider.data.sampling import row_key
 from outrider.data.sources import records
 from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
+from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import tables
 from outrider.eval.metrics import count
+from outrider.eval.plans import DrawnPlan, default_rule, is_drawn, plan_named
 from outrider.eval.rules import rule_named
-from outrider.eval.tree import ChainPlan, plan_named
 from outrider.heads import load_head
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
@@ -45,7 +46,7 @@ class Settings:
     """Use the first so many rows of data."""
 
     draft: str = "chain:3"
-    """Draft plan, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
+    """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE."""
 
     skip_plain: bool = False
     """Do not decode each prompt plainly too, to compare text and speed."""
@@ -95,27 +96,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(settings.target, dtype=dtype, device=settings.device)
     prompts = read_prompts(settings, target)
     drafter = make_drafter(settings, target)
-    keeps_text = pick_rule(settings.decoding, drafter or Plain()).keeps_text
+    decoding = settings.decoding
+    if decoding.rule is None:
+        rule = default_rule(plan_named(settings.draft), is_greedy=decoding.sampling.is_greedy)
+        decoding = replace(decoding, rule=rule)
+    keeps_text = pick_rule(decoding, drafter or Plain()).keeps_text
     pairs: list[Pair] = []
+    found: list[Divergence] = []
     for prompt in prompts:
         print(f"--- {prompt.name} ({len(prompt.ids)} tokens)")
         drafted = decode(
             target,
             prompt.ids,
             drafter,
-            settings.decoding,
+            decoding,
             row=prompt.row,
             on_tokens=printer(target, settings, is_terminal=sys.stdout.isatty()),
         )
         plain = None
         if drafter is not None and not settings.skip_plain:
-            plain = decode(target, prompt.ids, None, settings.decoding, row=prompt.row)
+            plain = decode(target, prompt.ids, None, decoding, row=prompt.row)
         pairs.append(Pair(drafted, plain))
         print(f"\n    {figures(pairs[-1:], keeps_text=keeps_text)}")
+        if keeps_text and not is_same(pairs[-1]):
+            found.append(divergence(target, prompt, decoding, pairs[-1]))
+            print(f"    {found[-1].text()}")
     if len(pairs) > 1:
         print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
-    if keeps_text and dtype == torch.float32 and not all(map(is_same, pairs)):
+    if found and dtype == torch.float32:
         sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
+    if any(one.kind == "defect" for one in found):
+        sys.exit("error: a text differs from plain decoding by more than rounding does")
+
+
+def divergence(target: Target, prompt: Prompt, decoding: Decoding, pair: Pair) -> Divergence:
+    """Where and why the two texts part."""
+    assert pair.plain is not None
+    context = Context(
+        prompt_ids=prompt.ids, sampling=decoding.sampling, seed=decoding.seed, row=prompt.row
+    )
+    found = find_divergence(target, context, pair.plain.ids, pair.drafted.ids)
+    assert found is not None, "equal texts do not part"
+    return found
 
 
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
@@ -128,10 +150,10 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     dtype = getattr(torch, settings.dtype)
     head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
     plan, decoding = plan_named(settings.draft), settings.decoding
-    is_drawn = isinstance(plan, ChainPlan) and not decoding.sampling.is_greedy
-    if decoding.rule is not None:
-        is_drawn = rule_named(decoding.rule).draws_drafts
-    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if is_drawn else 0.0)
+    draws = is_drawn(plan) and not decoding.sampling.is_greedy
+    if decoding.rule is not None and not isinstance(plan, DrawnPlan):
+        draws = rule_named(decoding.rule).draws_drafts
+    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if draws else 0.0)
 
 
 def read_prompts(settings: Settings, target: Target) -> list[Prompt]:

@@ -23,10 +23,10 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.evaluate import evaluate
 from outrider.eval.link import tables
 from outrider.eval.passage import passage
+from outrider.eval.plans import plan_named
 from outrider.eval.provenance import file_hashes
 from outrider.eval.report import build_report, read_training
 from outrider.eval.texts import read_texts
-from outrider.eval.tree import plan_named
 from outrider.heads import load_head
 from outrider.scripts.bench_command import bench_prompts
 from outrider.scripts.eval_command import demo_trace

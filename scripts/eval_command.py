@@ -15,11 +15,11 @@ from outrider.data.target import Target
 from outrider.eval.evaluate import evaluate, table
 from outrider.eval.link import tables
 from outrider.eval.metrics import DEFINITIONS
+from outrider.eval.plans import plan_named
 from outrider.eval.provenance import file_hashes
 from outrider.eval.report import write_report
 from outrider.eval.texts import hash_texts, read_texts
 from outrider.eval.traces import Trace, build_trace
-from outrider.eval.tree import plan_named
 from outrider.heads import EagleHead, load_head
 
 _DEMO = "demo:heldout"
@@ -39,7 +39,7 @@ class EvalSettings:
     """Folder of a trace, or demo:heldout (what is used when left out); repeat for several."""
 
     draft: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
-    """Draft plans, chain:LENGTH or tree:DEPTH,WIDTH,NODES."""
+    """Draft plans: chain:LENGTH, tree:DEPTH,WIDTH,NODES, static:FILE."""
 
     temperature: tuple[float, ...] = (0.0, 1.0)
     """For demo:heldout: temperatures whose text is used, of 0 and 1."""

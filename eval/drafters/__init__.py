@@ -24,8 +24,8 @@ class Draft:
 class Noise(Protocol):
     """Where drawn drafts get their coins from."""
 
-    def draft(self, depth: int) -> float:
-        """The coin in [0, 1) of the draft that would follow a node of this depth."""
+    def draft(self, depth: int, slot: int = 0) -> float:
+        """The coin in [0, 1) of the draft, numbered `slot`, that follows a node of this depth."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: chains, drawn or likeliest, and EAGLE-2 trees.
+"""Drafting with an EAGLE head: chains and trees, drawn or likeliest.
 
 The head's cache holds one row per position the target has run: row t is the target's state at t
 with token x_{t+1}. Rows for drafts go behind them during one `propose` and are dropped at its end,
@@ -6,32 +6,39 @@ so accepted drafts are always rebuilt from the target's states. Dimensions: T ne
 width, W draft vocabulary, V target vocabulary, N frontier nodes, R drafted rows, S all rows.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.data.sampling import draw
+from outrider.data.sampling import GREEDY_BELOW, draw
 from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
-from outrider.eval.tree import ChainPlan, Growth, Plan, Tree, TreePlan, chain
+from outrider.eval.growth import DrawnGrowth, Growth
+from outrider.eval.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
+from outrider.eval.tree import Tree, chain
 from outrider.heads import EagleHead, HeadCache
 
 
 class EagleDrafter:
     """Drafts for one row at a time.
 
-    At `temperature` above 0 chains are drawn from softmax(logits / temperature), as the rejection
-    rule needs; at 0 every draft is the head's likeliest. Trees are never drawn, and score nodes by
-    the head's law at temperature 1.
+    At `temperature` above 0 chains and drawn trees are drawn from softmax(logits / temperature), as
+    rejection rules need; at 0 every draft is the head's likeliest. Other trees are never drawn, and
+    score nodes by the head's law at temperature 1.
     """
 
     def __init__(self, head: EagleHead, plan: Plan, *, temperature: float = 0.0) -> None:
-        if isinstance(plan, TreePlan) and temperature > 0:
+        # One epsilon with the text's: what is greedy there draws nothing here.
+        temperature = 0.0 if temperature < GREEDY_BELOW else temperature
+        if temperature and not is_drawn(plan):
             raise ValueError(
                 f"temperature is {temperature} for a tree of drafts; trees take the likeliest "
-                "tokens, so give 0, or a chain plan"
+                "tokens, so give 0, or a chain or drawn plan"
             )
+        if isinstance(plan, DrawnPlan) and not temperature:
+            plan = TreePlan(plan.depth, plan.width, plan.nodes)
         self._head, self._plan, self._temperature = head, plan, temperature
         self._ids_W = head.draft_ids_W
         self._limit = head.config.max_position_embeddings
@@ -80,6 +87,8 @@ class EagleDrafter:
         hidden_1D = self._catch_up()
         if isinstance(self._plan, ChainPlan):
             draft = self._chain(hidden_1D, depth, noise)
+        elif isinstance(self._plan, DrawnPlan):
+            draft = self._drawn(hidden_1D, depth, self._plan, noise)
         else:
             draft = Draft(self._tree(hidden_1D, depth, self._plan))
         self._cache.truncate(self._num_rows)
@@ -126,8 +135,28 @@ class EagleDrafter:
             return Draft(tree)
         return Draft(tree, lambda node: self._head.scatter(laws[node - 1])[0])
 
-    def _tree(self, hidden_ND: Tensor, depth: int, plan: TreePlan) -> Tree:
-        growth = Growth(self._root)
+    def _drawn(self, hidden_ND: Tensor, depth: int, plan: DrawnPlan, noise: Noise) -> Draft:
+        """A tree whose slots are planned by sorted q, then filled by draws without replacement."""
+        growth = DrawnGrowth(
+            self._root,
+            lambda law_W, level, slot: draw(law_W, noise.draft(level, slot)),
+            lambda index: int(self._ids_W[index]),
+        )
+        seen_NR = torch.zeros(1, 0, dtype=torch.bool, device=hidden_ND.device)
+        for level in range(depth):
+            if level:
+                hidden_ND, seen_NR = self._level(hidden_ND, seen_NR, growth, level)
+            logits_NW = self._head.draft_logits(hidden_ND) / self._temperature
+            law_NW = logits_NW.softmax(-1)
+            shares = law_NW.topk(min(plan.width, self._head.config.num_proposable), dim=-1).values
+            # A token of share zero cannot be drawn: it has no slot.
+            rows = [[math.log(share) for share in row if share > 0] for row in shares.tolist()]
+            growth.add_level(list(law_NW), rows, plan.width)
+        tree, laws = growth.select(plan.nodes)
+        return Draft(tree, lambda node: self._head.scatter(laws[node][None])[0])
+
+    def _tree(self, hidden_ND: Tensor, depth: int, plan: LikeliestPlan) -> Tree:
+        growth = plan.start(self._root)
         seen_NR = torch.zeros(1, 0, dtype=torch.bool, device=hidden_ND.device)
         for level in range(depth):
             if level:
@@ -139,7 +168,7 @@ class EagleDrafter:
         return growth.select(plan.nodes)
 
     def _level(
-        self, hidden_ND: Tensor, seen_NR: Tensor, growth: Growth, level: int
+        self, hidden_ND: Tensor, seen_NR: Tensor, growth: Growth | DrawnGrowth, level: int
     ) -> tuple[Tensor, Tensor]:
         """Run the frontier's nodes; returns their outputs and which drafted rows each saw."""
         device = hidden_ND.device

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.demo.conversations import demo_requests
 from outrider.data.generate import Decoding, Request, answers, generate, generate_files, prompt_ids
+from outrider.data.penalties import Prefix
 from outrider.data.prompts import read_requests
 from outrider.data.rowfile import PartialRows
 from outrider.data.sampling import Sampling, Stream, draw, process, row_key, uniform
@@ -94,9 +95,7 @@ def by_hand(target, request, ids, seed):
     while len(path) < len(ids) + 20:
         with torch.no_grad():
             logits_V = target.model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
-        seen_1V = torch.zeros(1, 97, dtype=torch.bool)
-        seen_1V[0, path] = True
-        probs_V = process(logits_V[None], request.sampling, seen_1V)[0]
+        probs_V = process(logits_V[None], request.sampling, [Prefix(path, len(ids))])[0]
         coin = uniform(seed, row_key(request.id), len(path), Stream.TARGET)
         path.append(draw(probs_V, coin))
         if path[-1] in EOS:

@@ -1,11 +1,15 @@
 """The operator against plain-Python arithmetic, its messages, and its noise."""
 
+import json
 import math
+import re
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, Stream, draw, draw_rows, process, row_key, uniform
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, -3.0, 1.0]
@@ -55,8 +59,7 @@ def by_hand(logits: list[float], sampling: Sampling, seen: set[int]) -> list[flo
 )
 def test_process_is_the_documented_chain(sampling):
     seen = {0, 4}
-    seen_NV = torch.tensor([[token in seen for token in range(len(LOGITS))]])
-    probs_NV = process(torch.tensor([LOGITS]), sampling, seen_NV)
+    probs_NV = process(torch.tensor([LOGITS]), sampling, [Prefix([0, 4, 4], 2)])
     assert probs_NV.dtype == torch.float32
     assert probs_NV[0].tolist() == pytest.approx(by_hand(LOGITS, sampling, seen), abs=1e-6)
     assert probs_NV.sum().item() == pytest.approx(1.0, abs=1e-6)
@@ -83,8 +86,17 @@ def test_half_precision_logits_are_raised_before_the_division():
 
 
 def test_arguments_are_left_alone():
-    logits_NV, seen_NV = torch.tensor([LOGITS]), torch.ones(1, len(LOGITS), dtype=torch.bool)
-    process(logits_NV, Sampling(temperature=0.5, top_k=2, repetition_penalty=2.0), seen_NV)
+    logits_NV, prefix = torch.tensor([LOGITS]), Prefix([0, 1, 2, 3], 2)
+    every = Sampling(
+        temperature=0.5,
+        top_k=2,
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+        logit_bias=((1, 3.0),),
+        bad_words=("5", "2,3,4"),
+    )
+    process(logits_NV, every, [prefix])
     assert logits_NV.tolist() == [LOGITS]
 
 
@@ -98,16 +110,47 @@ def test_arguments_are_left_alone():
         ("top_p", 1.5, r"\(0, 1\]"),
         ("min_p", -0.1, r"\[0, 1\]"),
         ("repetition_penalty", 0.0, "above 0"),
+        ("presence_penalty", math.inf, "a finite number"),
+        ("frequency_penalty", math.nan, "a finite number"),
+        ("logit_bias", ((3, -math.inf),), "to forbid a token name it in bad_words"),
+        ("logit_bias", ((3, 1.0), (3, 2.0)), "once"),
+        ("bad_words", ("one",), "joined by commas"),
+        ("bad_words", ("",), "joined by commas"),
+        ("filters", "both", "chain or joint"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_the_remedy(field, value, remedy):
-    with pytest.raises(ValueError, match=f"{field} is {value}.*{remedy}"):
+    with pytest.raises(ValueError, match=f"{field} is {re.escape(repr(value))}.*{remedy}"):
         Sampling(**{field: value})
 
 
-def test_a_penalty_without_the_path_is_refused():
-    with pytest.raises(ValueError, match=r"repetition_penalty is 1.2 but no seen tokens"):
-        process(torch.zeros(1, 4), Sampling(repetition_penalty=1.2))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"bad_words": ("1,2",)},
+    ],
+)
+def test_what_reads_the_path_is_refused_without_it(setting):
+    with pytest.raises(ValueError, match="depends on the tokens before, but none were given"):
+        process(torch.zeros(1, 4), Sampling(**setting))
+
+
+def test_what_does_not_read_the_path_needs_none():
+    sampling = Sampling(logit_bias=((2, 1.0),), bad_words=("0",))
+    assert sampling.moves_logits
+    assert process(torch.zeros(1, 4), sampling).tolist() == [[0, 0, 1, 0]]
+
+
+def test_settings_survive_json():
+    sampling = Sampling(temperature=0.7, logit_bias=((3, -1.5), (9, 2.0)), bad_words=("4", "5,6"))
+    record = json.loads(json.dumps(sampling.record()))
+    assert set(record) == {"temperature", "logit_bias", "bad_words"}
+    assert Sampling.from_record(record) == sampling
+    assert hash(Sampling.from_record(json.loads(json.dumps(asdict(sampling))))) == hash(sampling)
+    assert Sampling().record() == {}
 
 
 def test_noise_is_a_fixed_function_of_its_key():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.link import tables
@@ -51,10 +52,8 @@ def answers(
         ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True)
         last_BTH = target.run(ids_BT).last_BTH
         last_BH = last_BTH[range(len(rows)), [len(row) - 1 for row in rows]]
-        seen_BV = torch.zeros(len(rows), VOCAB, dtype=torch.bool)
-        for b, row in enumerate(rows):
-            seen_BV[b, row] = True
-        probs_BV = process(target.logits(last_BH), sampling, seen_BV)
+        prefixes = [Prefix(row, len(prompt)) for row, prompt in zip(rows, prompts, strict=True)]
+        probs_BV = process(target.logits(last_BH), sampling, prefixes)
         for b, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
             if len(row) == len(prompt) or row[-1] != EOS:
                 row.append(KeyedNoise(0, b, len(row)).draw(0, probs_BV[b]))

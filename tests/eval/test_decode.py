@@ -12,12 +12,14 @@ from outrider.data.cache import RowCache
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval import decode as decode_module
+from outrider.eval import rules
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
-from outrider.eval.tree import ChainPlan, Tree, plan_named
+from outrider.eval.plans import ChainPlan, plan_named
+from outrider.eval.tree import Tree
 from outrider.heads import EagleConfig, EagleHead
 
 PROMPTS = ([5, 9, 14, 22], [41, 7, 7, 30, 12, 55, 8], [60])
@@ -204,6 +206,16 @@ SAMPLINGS = [
     Sampling(temperature=1.0),
     Sampling(temperature=0.6, top_k=20, top_p=0.9, min_p=0.02),
     Sampling(temperature=1.2, repetition_penalty=1.2),
+    Sampling(
+        temperature=1.0,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias=((11, 2.0), (7, -1.0)),
+        bad_words=("7,7", "30"),
+        top_k=30,
+        top_p=0.95,
+        filters="joint",
+    ),
 ]
 
 
@@ -239,7 +251,7 @@ def test_texts_differ_by_row_and_seed(target):
 
 def test_tree_node_logits_equal_those_of_the_linear_prefix(target, heads):
     prompt = PROMPTS[1]
-    run = decode_module._Run(target, prompt, Plain(), Decoding(ignore_eos=True), 0)
+    run = decode_module._Run(target, prompt, Plain(), Decoding(ignore_eos=True), 0, rules.greedy)
     run.prefill()
     root = run.new_ids[0]
     tree = Tree((root, 8, 9, 10, 11, 12, 13, 14), (-1, 0, 0, 1, 1, 2, 5, 4))
@@ -255,7 +267,7 @@ def test_the_targets_cache_after_rounds_is_that_of_a_linear_pass(target, heads, 
     prompt = PROMPTS[0]
     text = [*prompt, *greedy_text(target, prompt, 30)]
     drafter = make(name, heads, text)
-    run = decode_module._Run(target, prompt, drafter, Decoding(ignore_eos=True), 0)
+    run = decode_module._Run(target, prompt, drafter, Decoding(ignore_eos=True), 0, rules.greedy)
     run.prefill()
     for _ in range(4):
         run.round()

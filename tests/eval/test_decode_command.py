@@ -1,6 +1,7 @@
 """The decode command from files to text, and what it refuses."""
 
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer
@@ -116,8 +117,12 @@ def test_a_text_that_must_not_differ_fails_the_command(files, capsys, monkeypatc
         return found
 
     monkeypatch.setattr(decode_command, "decode", spoilt)
-    with pytest.raises(SystemExit, match="a text differs from plain decoding"):
+    with pytest.raises(SystemExit, match="a text differs from plain decoding; in float32"):
         run(files, capsys, "--prompt", "w5", "--head", str(files / "head"))
+    with pytest.raises(SystemExit, match="differs from plain decoding by more than rounding"):
+        run(files, capsys, "--prompt", "w5", "--head", str(files / "head"), "--dtype", "bfloat16")
+    out = capsys.readouterr().out
+    assert re.search(r"first difference at token 11: \d+ for \d+, gap .* noise .*: defect", out)
 
 
 def test_accepted_drafts_are_green_on_a_terminal(files, capsys):

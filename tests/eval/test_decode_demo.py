@@ -16,8 +16,9 @@ from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Replay
 from outrider.eval.link import tables
+from outrider.eval.plans import plan_named
 from outrider.eval.texts import read_texts
-from outrider.eval.tree import Tree, plan_named
+from outrider.eval.tree import Tree
 from outrider.heads import EagleConfig, EagleHead
 
 pytestmark = pytest.mark.slow

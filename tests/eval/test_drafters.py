@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 
+from outrider.data.sampling import GREEDY_BELOW, Sampling
 from outrider.data.target import Target
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
+from outrider.eval.growth import DynamicGrowth
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.tree import ChainPlan, Growth, TreePlan, plan_named
+from outrider.eval.plans import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleConfig, EagleHead
 
 PREFIX = [5, 9, 14, 22, 8, 31, 40, 17]
@@ -65,7 +67,7 @@ def outputs(head, rows, ids, drafted):
 
 def best_first(head, rows, ids, plan):
     """The EAGLE-2 tree, with every node's law from `outputs`."""
-    growth, paths = Growth(ids[-1]), {0: []}
+    growth, paths = DynamicGrowth(ids[-1]), {0: []}
     for _ in range(plan.depth):
         frontier = growth.frontier
         laws = [outputs(head, rows, ids, paths[node]).log_softmax(-1) for node in frontier]
@@ -230,3 +232,45 @@ def test_plain_drafts_nothing():
     assert drafter.propose(99, KeyedNoise(0, 0, 2)).tree.tokens == (6,)
     drafter.accept([7], None)
     assert drafter.propose(99, KeyedNoise(0, 0, 3)).tree.tokens == (7,)
+
+
+def test_one_epsilon_decides_what_is_greedy_for_text_and_drafts(target, head):
+    for temperature in (0.0, 1e-9, 0.99 * GREEDY_BELOW, GREEDY_BELOW, 0.5):
+        drafter = EagleDrafter(head, ChainPlan(2), temperature=temperature)
+        assert drafter.draws == (not Sampling(temperature=temperature).is_greedy)
+
+
+@pytest.mark.parametrize("plan", ["drawn:2,2,6", "drawn:3,2,5", "drawn:1,3,2"])
+def test_drawn_trees_carry_the_very_laws_they_were_drawn_from(target, head, plan):
+    """Children without replacement: each law is q without the earlier siblings, renormalised."""
+    plan = plan_named(plan)
+    ids = PREFIX
+    rows = Rows(target, head.config.aux_layers)
+    for row in range(6):
+        drafter = rows.started(EagleDrafter(head, plan, temperature=0.8), ids)
+        draft = drafter.propose(8, KeyedNoise(0, row, len(ids)))
+        tree = draft.tree
+        assert 1 < len(tree) <= plan.nodes + 1
+        for node, children in enumerate(tree.children):
+            left = None
+            for child in children:
+                law = draft.law(child)
+                assert float(law.sum()) == pytest.approx(1)
+                assert law[tree.tokens[child]] > 0
+                if left is not None:
+                    torch.testing.assert_close(law, left / left.sum())
+                left = law.clone()
+                left[tree.tokens[child]] = 0
+            if children:
+                drafted = [tree.tokens[step] for step in tree.path(node)]
+                logits_W = outputs(head, rows, ids, drafted)
+                wanted = head.scatter((logits_W / 0.8).softmax(-1)[None])[0]
+                torch.testing.assert_close(draft.law(children[0]), wanted, atol=1e-6, rtol=0)
+
+
+def test_drawn_trees_at_temperature_zero_are_the_likeliest_ones(target, head):
+    rows, found = Rows(target, head.config.aux_layers), []
+    for text in ("drawn:2,3,6", "tree:2,3,6"):
+        drafter = rows.started(EagleDrafter(head, plan_named(text)), PREFIX)
+        found.append(drafter.propose(8, None).tree)
+    assert found[0] == found[1]

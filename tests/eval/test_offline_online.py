@@ -13,11 +13,11 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
 from outrider.eval.offline import score_chain
 from outrider.eval.offline_tree import score_tree
+from outrider.eval.plans import ChainPlan, TreePlan, plan_named
 from outrider.eval.scores import Score
 from outrider.eval.stats import ratio
 from outrider.eval.texts import Text
 from outrider.eval.traces import Trace, build_trace
-from outrider.eval.tree import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleHead
 
 LAYERS, LENGTH = (1, 3, 5), 24

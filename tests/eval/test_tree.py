@@ -7,15 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.eval.tree import (
-    ChainPlan,
-    Growth,
-    Tree,
-    TreePlan,
-    chain,
-    plan_named,
-    shape_from_counts,
-)
+from outrider.eval.growth import DynamicGrowth
+from outrider.eval.plans import ChainPlan, TreePlan, plan_named
+from outrider.eval.tree import Tree, chain, shape_from_counts
 
 
 @st.composite
@@ -72,7 +66,7 @@ def test_bad_trees_are_refused(tokens, parents, message):
 
 def grow(log_probs_at, depth, width, vocab):
     """A tree over a small vocabulary whose law depends on the path's last token."""
-    growth = Growth(0)
+    growth = DynamicGrowth(0)
     for _ in range(depth):
         rows = [log_probs_at(growth.tokens[node]) for node in growth.frontier]
         top = [row.topk(min(width, vocab)) for row in rows]
@@ -100,7 +94,7 @@ def test_growth_keeps_the_best_scored_connected_nodes():
 
 
 def test_growth_expands_only_the_best_of_a_level():
-    growth = Growth(9)
+    growth = DynamicGrowth(9)
     assert growth.add_level([[-0.1, -2.0]], [[1, 2]], width=1) == [1]
     assert growth.add_level([[-0.5, -0.6]], [[3, 4]], width=1) == [3]
     tree = growth.select(4)
@@ -108,7 +102,7 @@ def test_growth_expands_only_the_best_of_a_level():
 
 
 def test_ties_keep_the_shallower_node():
-    growth = Growth(9)
+    growth = DynamicGrowth(9)
     growth.add_level([[0.0, -1.0]], [[1, 2]], width=2)
     # Probability one under rounding: the child's score equals its parent's.
     growth.add_level([[1e-9, -1.0], [0.0, -1.0]], [[3, 4], [5, 6]], width=2)
