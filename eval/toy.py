@@ -19,10 +19,10 @@ from outrider.eval.law import (
     Text,
     certify,
     outcomes,
-    propose_chain,
     speculative_round,
     target_law,
 )
+from outrider.eval.proposals import propose_chain
 from outrider.eval.rules import Laws, Randomness, Verdict, Weights, rejection
 from outrider.eval.tree import Tree
 
