@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.eval.rules_walk import check_chain
 from outrider.eval.tree import Tree
-from outrider.eval.verdict import Laws, Randomness, Site, Verdict, positive
+from outrider.eval.verdict import Laws, Randomness, Site, Verdict, Weights, positive
 
 
 def block(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
@@ -33,12 +33,14 @@ def traversal(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
     drawn alike or without replacement. Raises ValueError for a token that its law cannot produce,
     and for one that was not drawn.
     """
-    verdict = _Traversal(tree, laws, random).visit(0, 1, 0)
+    verdict = Traversal(tree, laws, random).visit(0, 1, 0)
     assert verdict is not None, "the root has weight one and always stands"
     return verdict
 
 
-class _Traversal:
+class Traversal:
+    """One walk of rule R10."""
+
     def __init__(self, tree: Tree, laws: Laws, random: Randomness) -> None:
         self._tree, self._laws, self._random = tree, laws, random
         self._num_degenerate = 0
@@ -58,11 +60,10 @@ class _Traversal:
             verdict = self.visit(child, below, depth + 1) if below > 0 else None
             if verdict is not None:
                 return verdict
-            rest = positive(reach * p - law)
-            mass = rest.sum()
             is_reduced = True
-            if mass > 0:
-                reach, p = mass / (mass + 1 - reach), rest / mass
+            left = self.refuse(reach, p, law)
+            if left is not None:
+                reach, p = left
             elif node:
                 return None
             else:  # the root always stands, so this is rounding
@@ -75,3 +76,9 @@ class _Traversal:
             token=draw(depth, p),
             num_degenerate=self._num_degenerate,
         )
+
+    def refuse(self, reach: Any, p: Weights, law: Weights) -> tuple[Any, Weights] | None:  # noqa: ANN401
+        """The node's weight and law once a child drawn from `law` is refused; None without any."""
+        rest = positive(reach * p - law)
+        mass = rest.sum()
+        return (mass / (mass + 1 - reach), rest / mass) if mass > 0 else None

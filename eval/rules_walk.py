@@ -188,7 +188,7 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
     """
     if num_drafts == 1 or _is_covered(p, q, 1, num_drafts):
         return 1
-    is_exact = getattr(p, "dtype", None) == object
+    is_exact = str(getattr(p, "dtype", "")) == "object"
     floats = (p.astype(float), q.astype(float)) if is_exact else (p, q)
     low, high = 1.0, float(num_drafts)
     for _ in range(_RHO_STEPS):

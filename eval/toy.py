@@ -22,7 +22,7 @@ from outrider.eval.law import (
     speculative_round,
     target_law,
 )
-from outrider.eval.proposals import propose_chain
+from outrider.eval.lazy_tree import propose_chain
 from outrider.eval.rules import Laws, Randomness, Verdict, Weights, rejection
 from outrider.eval.tree import Tree
 

@@ -19,7 +19,7 @@ from outrider.eval.law import (
     speculative_round,
     target_law,
 )
-from outrider.eval.proposals import fixed, propose_chain, propose_tree, uneven
+from outrider.eval.lazy_tree import fixed, propose_chain, propose_tree, uneven
 from outrider.eval.tree import Tree
 from outrider.eval.verdict import Siblings
 

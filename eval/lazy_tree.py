@@ -4,12 +4,12 @@ A draft's token is drawn when a rule first asks for it. Drafts are independent o
 law changes, and the branches of drafts that no rule ever looks at need not be enumerated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from outrider.eval.children import Child, children, num_children
-from outrider.eval.law import Branching, Language, Propose, Proposal, Text
+from outrider.eval.law import Branching, Language, Proposal, Propose, Text
 from outrider.eval.verdict import Siblings, Weights
 
 
@@ -172,11 +172,3 @@ def eager(propose: Propose) -> Propose:
         return proposal
 
     return run
-
-
-def read_widths(text: str) -> Sequence[int]:
-    """Read `2,1` or `[2,1]` as widths by depth. Raises ValueError for anything else."""
-    parts = text.strip("[]").split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"tree is {text!r}; write the children at each depth, such as 2,1")
-    return tuple(map(int, parts))
