@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from outrider.eval import grid
+from outrider.eval import contest, grid
 from outrider.eval.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
 from outrider.eval.verdict import Siblings
-from outrider.scripts import toy_report
+from outrider.scripts import toy_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +63,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         Settings, args=argv, prog="outrider certify", config=(tyro.conf.FlagCreatePairsOff,)
     )
     if settings.toy:
-        toy_report.show()
+        toy_command.main([])
         return
     start = time.perf_counter()
     rules = chosen_rules(settings)
     cells = chosen_cells(settings, rules)
     results = show_results(grid.certify_all(cells, rules, processes=settings.processes))
     names = [name for name, one in MUTANTS.items() if not settings.rule or one.rule in rules]
+    is_whole = not settings.rule and not settings.tree
+    is_theorem_kept = show_contests(settings) if is_whole else True
     killed = [] if settings.tree else show_mutants(judge_all(names, processes=settings.processes))
     is_sound = not any(one.distance for one in results) and not any(one.is_alive for one in killed)
+    is_sound = is_sound and is_theorem_kept
     seconds = time.perf_counter() - start
     print(f"{'all exact' if is_sound else 'NOT EXACT'}, {seconds:.0f} s")
     if settings.json is not None:
@@ -131,6 +134,23 @@ def show_results(results: Any) -> list[grid.Result]:  # noqa: ANN401 (an iterato
     laws = sum(one.num_laws for one in found)
     print(f"{sum(not one.distance for one in found)} of {len(found)} exact, {laws} laws compared\n")
     return found
+
+
+def show_contests(settings: Settings) -> bool:
+    """Print tokens per call of the path rules beside the walks; whether block never lost."""
+    chains, trees = (50, 10) if settings.quick else (1000, 100)
+    print(f"{'tokens a call on random languages':<36}{'old':>7}{'new':>7}  lost")
+    contests = [contest.block_against_rejection(chains)]
+    contests += [
+        contest.traversal_against_recursive(widths, trees) for widths in ((2, 1), (2, 2), (1, 2))
+    ]
+    for one in contests:
+        lost = f"{one.num_lost} of {one.num_pairs}"
+        if one.where:
+            lost += f", most by {one.largest_loss:.4f} ({one.where})"
+        print(f"{one.name:<36}{one.mean_old:7.4f}{one.mean_new:7.4f}  {lost}", flush=True)
+    print()
+    return contests[0].num_lost == 0
 
 
 def show_mutants(results: Any) -> list[Killed]:  # noqa: ANN401 (an iterator of them)

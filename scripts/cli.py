@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("eval_command", "exact acceptance of heads on a trace, without decoding"),
     "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
+    "certify": ("certify_command", "prove every verification rule exact, and every fault found"),
     "toy": ("toy_command", "the four-token language: exact laws beside simulation"),
 }
 
