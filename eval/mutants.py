@@ -67,6 +67,9 @@ def judge(name: str) -> Killed:
 
 def judge_all(names: Iterable[str], *, processes: int = 2) -> Iterator[Killed]:
     """Judge mutants in parallel, in order."""
+    if processes == 1:
+        yield from map(judge, names)
+        return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         yield from pool.map(judge, names)
 

@@ -93,7 +93,7 @@ class _Summing:
     def draw(self, depth: int, weights: Any) -> int:  # noqa: ANN401
         if depth:
             return 0  # below an accepted child
-        left = np.array(weights, dtype=np.float64)
+        left = np.asarray(weights, dtype=np.float64).copy()
         left /= left.sum()
         shares = [left[token] for token in self._chosen]
         left[list(self._chosen)] = 0

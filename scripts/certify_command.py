@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -35,7 +35,7 @@ class Settings:
     tree: tuple[str, ...] = ()
     """Only trees whose name contains one of these, such as "chain 3" or "[2,1]"."""
 
-    drafts: Siblings = Siblings.IID
+    drafts: Literal["single", "chosen", "iid", "without", "hybrid"] = "iid"
     """How the drafts of a rule of your own come about."""
 
     quick: bool = False
@@ -53,8 +53,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise ValueError(f"processes is {self.processes}; use 1 or more")
-        if self.drafts is Siblings.NONE:
-            raise ValueError("drafts is none; a rule judges single, chosen, iid, without or hybrid")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +85,7 @@ def chosen_rules(settings: Settings) -> dict[str, Rule]:
     """The rules asked for, a user's own among them. Raises ValueError for one not found."""
     if not settings.rule:
         return RULES
-    return {name: _rule(name, settings.drafts) for name in settings.rule}
+    return {name: _rule(name, Siblings(settings.drafts)) for name in settings.rule}
 
 
 def _rule(name: str, siblings: Siblings) -> Rule:

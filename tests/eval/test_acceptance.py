@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import linprog
 
 from outrider.eval import acceptance, contest, transport
-from outrider.eval.mutant_inputs import judges_siblings_alike
+from outrider.eval.mutant_inputs import draws_from_p_after_refusal
 from outrider.eval.node_law import node_law
 from outrider.eval.pairs import SETTINGS, make_pairs, mean_acceptance
 from outrider.eval.rules import RULES
@@ -64,8 +64,7 @@ def test_a_node_law_sees_a_fault():
     p, q = peaked(1000, 4)
     found = node_law(RULES["iid"].verify, Siblings.CHOSEN, p, q, 2)
     assert np.abs(found.total_V - p).max() < 1e-12
-    # Drafts without replacement, judged as if alike.
-    found = node_law(judges_siblings_alike, Siblings.WITHOUT, p, q, 2)
+    found = node_law(draws_from_p_after_refusal, Siblings.WITHOUT, p, q, 2)
     assert np.abs(found.total_V - p).max() > 1e-4
 
 
