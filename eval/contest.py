@@ -1,7 +1,7 @@
 """Which of two rules gets more tokens from the same drafts, by enumeration.
 
 Block verification never falls below rejection on a chain, a theorem; traversal mostly beats
-recursive rejection on trees, and does not always.
+recursive rejection on trees, which is no theorem.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def random_language(seed: int, vocab: int = 3) -> Language:
 
 def block_against_rejection(num_pairs: int) -> Contest:
     """R9 beside R1 on drawn chains of two."""
-    return _contest(
+    return compare(
         "block : rejection, chain 2", (rejection, block), Siblings.SINGLE, (1, 1), num_pairs
     )
 
@@ -62,16 +62,17 @@ def block_against_rejection(num_pairs: int) -> Contest:
 def traversal_against_recursive(widths: tuple[int, ...], num_pairs: int) -> Contest:
     """R10 beside R5 on trees drawn without replacement."""
     name = f"traversal : without, {list(widths)}"
-    return _contest(name, (recursive, traversal), Siblings.WITHOUT, widths, num_pairs)
+    return compare(name, (recursive, traversal), Siblings.WITHOUT, widths, num_pairs)
 
 
-def _contest(
+def compare(
     name: str,
     rules: tuple[Verify, Verify],
     siblings: Siblings,
     widths: tuple[int, ...],
     num_pairs: int,
 ) -> Contest:
+    """The older and the newer of two rules, in this order, on random languages."""
     tokens = []
     for seed in range(num_pairs):
         language = random_language(seed)

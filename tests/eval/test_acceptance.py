@@ -151,9 +151,15 @@ def test_block_never_gets_fewer_tokens_than_rejection():
     assert found.where == ""
 
 
-def test_traversal_can_lose_to_recursive_rejection():
-    assert contest.traversal_against_recursive((2, 1), 10).num_lost == 0
-    lost = contest.traversal_against_recursive((1, 2), 40)
-    assert lost.num_lost > 0
-    assert lost.largest_loss > 0
-    assert lost.where.startswith("seed")
+def test_traversal_does_not_lose_where_only_the_root_branches():
+    found = contest.traversal_against_recursive((2, 1), 30)
+    assert found.num_lost == 0
+    assert found.mean_new > found.mean_old
+
+
+def test_a_loss_is_counted_and_named():
+    rules = (RULES["traversal"].verify, RULES["match"].verify)
+    found = contest.compare("backwards", rules, Siblings.WITHOUT, (2, 1), 5)
+    assert found.num_lost > 0
+    assert found.largest_loss > 0
+    assert found.where.startswith("seed")
