@@ -72,7 +72,8 @@ def _outside(law: Weights, tokens: list[int]) -> Any:  # noqa: ANN401 (weights)
 
 
 def _likeliest(law: Weights, count: int) -> list[int]:
-    left, found = law + 1, []  # above zero, so that a taken token is never taken again
+    found: list[int] = []
+    left = law + 1  # above zero, so that a taken token is never taken again
     for _ in range(min(count, len(law))):
         token = int((left == left.max()).nonzero()[0].reshape(-1)[0])
         found.append(token)

@@ -103,6 +103,7 @@ def judges_by_raw_logits(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
         def coin(self, depth: int, slot: int, probability: Any) -> bool:  # noqa: ANN401, ARG002
             token = self.tree.tokens[depth + 1]
             law = self.laws.draft(depth + 1)
+            assert law is not None
             raw = seen.last * seen.last / (seen.last * seen.last).sum()
             return self.random.coin(depth, slot, min(1, raw[token] / law[token]))
 
@@ -147,6 +148,7 @@ def draft_laws_off_by_one(tree: Tree, laws: Laws, random: Randomness) -> Verdict
         def draft(self, node: int) -> Weights | None:
             other = self._laws.draft(max(1, node - 1))
             own = self._laws.draft(node)
+            assert other is not None
             return other if other[tree.tokens[node]] > 0 else own
 
     return recursive(tree, Faulty(laws), random)
@@ -158,6 +160,7 @@ def flattened_draft_laws(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
     class Faulty(SeenLaws):
         def draft(self, node: int) -> Weights | None:
             law = self._laws.draft(node)
+            assert law is not None
             raw = law + (law > 0)
             return raw / raw.sum()
 

@@ -72,7 +72,8 @@ def one_coin_with_duplicates(tree: Tree, laws: Laws, random: Randomness) -> Verd
 
     def settle(site: Site) -> Step:
         p = site.target()
-        rest, shares, left = p + 0, [], 1
+        rest, left = p + 0, 1
+        shares: list[Any] = []
         for child in site.children:
             token = site.tree.tokens[child]
             shares.append(min(left, p[token]))
@@ -136,6 +137,7 @@ def first_failure_ends(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
     rests = []
     for node in range(len(tree) - 1):
         p, q, token = laws.target(node), laws.draft(node + 1), tree.tokens[node + 1]
+        assert q is not None
         rests.append(positive(reaches[-1] * p - q))
         reaches.append(min(1, reaches[-1] * p[token] / q[token]))
     rests.append(laws.target(len(tree) - 1))

@@ -66,7 +66,7 @@ def _run(
 def _support_draw(branching: Branching, law: Weights) -> int:
     numbers = np.asarray(law)
     support = np.flatnonzero(numbers)
-    return int(support[branching.pick(0, numbers[support])])
+    return int(support[branching.pick(0, list(numbers[support]))])
 
 
 class _OneNode:

@@ -111,7 +111,7 @@ def faulty_round(toy: Toy, length: int) -> Round:
 class _ForgetsTheResidual:
     def __init__(self, laws: Laws, random: Randomness) -> None:
         self._laws, self._random = laws, random
-        self.coin, self.draw = random.coin, random.draw
+        self.coin, self.pick, self.draw = random.coin, random.pick, random.draw
 
     def draw_rest(self, depth: int, weights: Weights) -> int:  # noqa: ARG002 (that is the fault)
         return self._random.draw_rest(depth, self._laws.target(depth))
