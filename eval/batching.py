@@ -12,6 +12,7 @@ from outrider.eval.traces import Trace, TraceRow
 from outrider.heads import EagleHead
 
 _BATCH_TOKENS = 4096
+_SCORED = ("greedy", "rejection", "match", "point_mass", "one_coin")
 
 
 def check_rule(rule: str | None, sampling: Sampling) -> str:
@@ -22,6 +23,11 @@ def check_rule(rule: str | None, sampling: Sampling) -> str:
         raise ValueError(
             f"rule {rule!r} does not fit text of temperature {sampling.temperature}; use greedy at "
             "temperature 0 and rejection, match or point_mass above"
+        )
+    if rule not in _SCORED:
+        raise ValueError(
+            f"rule {rule!r} cannot be scored from a trace yet; choose one of {', '.join(_SCORED)}, "
+            "or decode with it"
         )
     return rule
 

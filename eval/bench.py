@@ -21,7 +21,7 @@ from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
-from outrider.eval.plans import default_rule, is_drawn, plan_named
+from outrider.eval.plans import is_drawn, plan_named
 from outrider.eval.stats import median
 from outrider.heads import EagleHead
 
@@ -168,16 +168,14 @@ def _decode(
     *,
     warm: bool = False,
 ) -> Decoded:
-    drafter = rule = None
+    drafter = None
     if draft != PLAIN:
         plan = plan_named(draft)
-        rule = default_rule(plan, is_greedy=settings.sampling.is_greedy)
         temperature = settings.sampling.temperature if is_drawn(plan) else 0.0
         drafter = EagleDrafter(head, plan, temperature=temperature)
     decoding = Decoding(
         max_new_tokens=min(8, settings.max_new_tokens) if warm else settings.max_new_tokens,
         sampling=settings.sampling,
-        rule=rule,
         seed=settings.seed,
         ignore_eos=settings.ignore_eos,
     )

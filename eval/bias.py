@@ -15,7 +15,7 @@ from outrider.eval.decode import Decoding, decode_by
 from outrider.eval.drafters import Drafter
 from outrider.eval.lossy import LossyRule, distance
 from outrider.eval.metrics import Lossy
-from outrider.eval.rules import Laws, Randomness, Verdict, Weights
+from outrider.eval.rules import Laws, Randomness, Siblings, Verdict, Weights
 from outrider.eval.tree import Tree
 
 
@@ -91,7 +91,7 @@ def decode_lossy(
         raise ValueError(
             f"temperature is {decoding.sampling.temperature}; a lossy rule is measured above 0"
         )
-    if rule.draws_drafts and not drafter.draws:
+    if rule.draws_drafts and drafter.siblings not in (Siblings.NONE, Siblings.SINGLE):
         raise ValueError("this lossy rule needs a drawn chain; draft a chain, such as chain:3")
     steps: list[Step] = []
 

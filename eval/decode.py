@@ -21,11 +21,10 @@ from outrider.eval.drafters import Draft, Drafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.metrics import Round
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.rules import Laws, Randomness, Rule, Verdict, rule_named
+from outrider.eval.rules import Rule, Verify, fitting_rule
 from outrider.eval.tree import Tree
 
 OnTokens = Callable[[Sequence[int], Sequence[bool]], None]
-Verify = Callable[[Tree, Laws, Randomness], Verdict]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,8 @@ class Decoding:
     sampling: Sampling = field(default_factory=Sampling)
     """The law that tokens follow."""
     rule: str | None = None
-    """greedy, rejection, match or point_mass. Left out: greedy at temperature 0, and above it
-    rejection where drafts are drawn, match where they are not."""
+    """A name of `outrider.eval.rules.RULES`. Left out: greedy at temperature 0, and above it
+    rejection where chains are drawn, match where drafts are chosen."""
     seed: int = 0
     """Keys all noise, together with the row and the position."""
     ignore_eos: bool = False
@@ -139,22 +138,7 @@ def _finish(run: "_Run", on_tokens: OnTokens | None) -> Decoded:
 
 def pick_rule(decoding: Decoding, drafter: Drafter) -> Rule:
     """The rule to judge by. Raises ValueError when it would not be exact here."""
-    is_greedy = decoding.sampling.is_greedy
-    name = decoding.rule
-    if name is None:
-        name = "greedy" if is_greedy else "rejection" if drafter.draws else "match"
-    rule = rule_named(name)
-    if rule.is_greedy != is_greedy:
-        raise ValueError(
-            f"rule is {name!r} at temperature {decoding.sampling.temperature}; use greedy at 0 and "
-            "rejection, match or point_mass above"
-        )
-    if rule.draws_drafts and not drafter.draws:
-        raise ValueError(
-            f"rule {name!r} needs drafts drawn at the temperature of the text, these are the "
-            "likeliest; give the drafter that temperature, or use rule match or point_mass"
-        )
-    return rule
+    return fitting_rule(decoding.rule, drafter.siblings, decoding.sampling.temperature)
 
 
 class _Run:
@@ -297,11 +281,10 @@ class _NodeLaws:
         """The law p after this node's path."""
         return self._run.law(self._logits_NV[node], self._tree, node)
 
-    def draft(self, node: int) -> Tensor:
+    def draft(self, node: int) -> Tensor | None:
         """The law q that this node's token was drawn from."""
         assert self._draft is not None
-        assert self._draft.law is not None, "a rule asked for the law of a draft never drawn"
-        return self._draft.law(node)
+        return None if self._draft.law is None else self._draft.law(node)
 
 
 def _position_limit(target: Target) -> int:

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from outrider.eval.rules import Randomness, Verdict, Weights
-from outrider.eval.tree import Tree
+from outrider.eval.verdict import Randomness, Verdict, Weights
 
 T = TypeVar("T")
 Text: TypeAlias = tuple[int, ...]
@@ -33,8 +32,10 @@ class Language:
 class Proposal:
     """A drafted tree and, where its tokens were drawn, the law of each node's token."""
 
-    tree: Tree
-    laws: tuple[Weights, ...] = ()
+    tree: Any
+    """A `Tree`, or what reads like one."""
+    laws: Any = ()
+    """Indexed by node: the law its token was drawn from, None for one that was chosen."""
 
 
 class Branching:
@@ -52,6 +53,10 @@ class Branching:
         if not 0 <= chance <= 1:
             raise ValueError(f"a coin has probability {chance}; it must lie in [0, 1]")
         return bool(self._choose([1 - chance, chance]))
+
+    def pick(self, depth: int, shares: Sequence[Any]) -> int:  # noqa: ARG002
+        """Every outcome of positive share."""
+        return self._choose([_fraction(share) for share in shares])
 
     def draw(self, depth: int, weights: Weights) -> int:  # noqa: ARG002
         """Every token of positive weight."""
@@ -87,11 +92,12 @@ def outcomes(process: Callable[[Branching], T]) -> Iterator[tuple[Fraction, T]]:
 Round: TypeAlias = Callable[[Text, Branching], Text]
 """One target call: the text so far and noise to the tokens it emits."""
 
+Propose: TypeAlias = Callable[[Text, Branching], Proposal]
+"""How a round drafts: the text so far and noise to a tree."""
+
 
 def speculative_round(
-    language: Language,
-    propose: Callable[[Text, Branching], Proposal],
-    verify: Callable[[Tree, Any, Randomness], Verdict],
+    language: Language, propose: Propose, verify: Callable[[Any, Any, Randomness], Verdict]
 ) -> Round:
     """A round that drafts with `propose` and judges with a production rule."""
 
@@ -111,8 +117,43 @@ class _NodeLaws:
         tree = self._proposal.tree
         return self._language.target(self._text + tuple(tree.tokens[n] for n in tree.path(node)))
 
-    def draft(self, node: int) -> Weights:
-        return self._proposal.laws[node]
+    def draft(self, node: int) -> Weights | None:
+        return self._proposal.laws[node] if self._proposal.laws else None
+
+
+def round_distance(language: Language, run: Round, prefix: Text = ()) -> Fraction:
+    """Total variation between one round, continued by the target alone, and the target's own text.
+
+    Zero at every prefix is the node condition: by induction on length, rounds then emit texts of
+    the target's law however many they are. A language whose laws look at the last m tokens has
+    only so many prefixes to try, and zero at those proves the rule on texts of every length.
+    """
+    emitted: dict[Text, Fraction] = defaultdict(Fraction)
+    for weight, tokens in outcomes(lambda random: run(prefix, random)):
+        emitted[tokens] += weight
+    inner = {text[:length] for text in emitted for length in range(len(text))}
+
+    def differ(text: Text, wanted: Fraction, found: Fraction) -> Fraction:
+        found += emitted.get(text, Fraction(0))
+        if text not in inner:  # from here on both go on by p
+            return abs(found - wanted) / 2
+        law = enumerate(language.target(prefix + text))
+        return sum(
+            (differ((*text, token), wanted * chance, found * chance) for token, chance in law),
+            Fraction(0),
+        )
+
+    return differ((), Fraction(1), Fraction(0))
+
+
+def ended(run: Round, end: int | None = None, limit: int | None = None) -> Round:
+    """Rounds cut after the end token, and where the whole text has `limit` tokens."""
+
+    def cut(text: Text, random: Branching) -> Text:
+        tokens = run(text, random)[: None if limit is None else limit - len(text)]
+        return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+    return cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +172,16 @@ class Certificate:
 
 
 def emitted_law(
-    run: Round, num_tokens: int, start: Text = (), order: int | None = None
+    run: Round,
+    num_tokens: int,
+    start: Text = (),
+    order: int | None = None,
+    end: int | None = None,
 ) -> tuple[Law, Fraction]:
     """The exact law of the first `num_tokens` after `start`, and the expected calls for them.
 
     With `order`, a round is enumerated once per last `order` tokens instead of once per text.
+    Texts are complete after the token `end`, too; rounds must then be cut there, see `ended`.
     """
 
     @cache
@@ -152,24 +198,34 @@ def emitted_law(
         calls += chance
         for weight, tokens in branches(text if order is None else text[-order:]):
             longer = (text + tokens)[: len(start) + num_tokens]
-            if len(longer) == len(start) + num_tokens:
+            if len(longer) == len(start) + num_tokens or longer[-1] == end:
                 law[longer[len(start) :]] += chance * weight
             else:
                 waiting[longer] = waiting.get(longer, Fraction(0)) + chance * weight
     return dict(law), calls
 
 
-def target_law(language: Language, num_tokens: int, start: Text = ()) -> Law:
-    """The law of the target's own text."""
+def target_law(
+    language: Language, num_tokens: int, start: Text = (), end: int | None = None
+) -> Law:
+    """The law of the target's own text, up to the token `end` where there is one."""
     law: dict[Text, Fraction] = {(): Fraction(1)}
     for _ in range(num_tokens):
         law = {
-            (*text, token): chance * Fraction(weight)
+            longer: chance * Fraction(weight)
             for text, chance in law.items()
-            for token, weight in enumerate(language.target(start + text))
+            for longer, weight in _continued(language, start, text, end)
             if weight > 0
         }
     return law
+
+
+def _continued(
+    language: Language, start: Text, text: Text, end: int | None
+) -> list[tuple[Text, Any]]:
+    if text and text[-1] == end:
+        return [(text, 1)]
+    return [((*text, token), chance) for token, chance in enumerate(language.target(start + text))]
 
 
 def distance(one: Law, other: Law) -> Fraction:
@@ -180,11 +236,19 @@ def distance(one: Law, other: Law) -> Fraction:
 
 
 def certify(
-    language: Language, run: Round, num_tokens: int, start: Text = (), order: int | None = None
+    language: Language,
+    run: Round,
+    num_tokens: int,
+    start: Text = (),
+    order: int | None = None,
+    end: int | None = None,
 ) -> Certificate:
-    """Compare the law that rounds emit with the target's own, exactly; `order`: `emitted_law`'s."""
-    found, calls = emitted_law(run, num_tokens, start, order)
-    wanted = target_law(language, num_tokens, start)
+    """Compare the law that rounds emit with the target's own, exactly.
+
+    `order` and `end` are those of `emitted_law`.
+    """
+    found, calls = emitted_law(run, num_tokens, start, order, end)
+    wanted = target_law(language, num_tokens, start, end)
     first_call = outcomes(lambda random: run(start, random))
     return Certificate(
         distance=distance(found, wanted),
@@ -193,34 +257,3 @@ def certify(
         worst=max(wanted, key=lambda text: abs(wanted[text] - found.get(text, 0))),
         num_texts=len(wanted),
     )
-
-
-def propose_chain(language: Language, length: int) -> Callable[[Text, Branching], Proposal]:
-    """Draft a chain, every token drawn from q."""
-
-    def propose(text: Text, random: Branching) -> Proposal:
-        tokens, laws = [0], [np.empty(0)]
-        for depth in range(length):
-            laws.append(language.draft(text + tuple(tokens[1:])))
-            tokens.append(random.draw(depth, laws[-1]))
-        return Proposal(tree=Tree(tuple(tokens), tuple(range(-1, length))), laws=tuple(laws))
-
-    return propose
-
-
-def propose_likeliest(
-    language: Language, parents: Sequence[int]
-) -> Callable[[Text, Branching], Proposal]:
-    """Draft a fixed shape with every node's likeliest children, without noise."""
-
-    def propose(text: Text, random: Branching) -> Proposal:  # noqa: ARG001
-        tree = Tree((0,) * len(parents), tuple(parents))
-        tokens = [0] * len(parents)
-        for node, children in enumerate(tree.children):
-            path = tuple(tokens[n] for n in tree.path(node))
-            order = sorted(enumerate(language.draft(text + path)), key=lambda item: -item[1])
-            for child, (token, _) in zip(children, order[: len(children)], strict=True):
-                tokens[child] = token
-        return Proposal(tree=Tree(tuple(tokens), tuple(parents)))
-
-    return propose

@@ -3,6 +3,8 @@
 Dimensions: V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ class KeyedNoise:
     def coin(self, depth: int, slot: int, probability: Tensor | float) -> bool:
         """True with this probability."""
         return self._uniform(depth, Stream.ACCEPT, slot) < float(probability)
+
+    def pick(self, depth: int, shares: Sequence[Tensor | float]) -> int:
+        """The outcome on whose share of [0, total) the depth's first coin falls."""
+        shares_N = torch.tensor([float(share) for share in shares], dtype=torch.float64)
+        return draw(shares_N, self._uniform(depth, Stream.ACCEPT))
 
     def draw(self, depth: int, weights: Tensor) -> int:
         """A token from p, by the coin of plain decoding."""

@@ -129,11 +129,6 @@ def plan_named(text: str) -> Plan:
     )
 
 
-def default_rule(plan: Plan, *, is_greedy: bool) -> str | None:
-    """The rule for a plan where none was asked for; None leaves it to the decode loop."""
-    return "match" if isinstance(plan, DrawnPlan) and not is_greedy else None
-
-
 def is_drawn(plan: Plan) -> bool:
     """Whether a plan's tokens are drawn when the text is sampled."""
     return isinstance(plan, ChainPlan | DrawnPlan)

@@ -1,16 +1,11 @@
 """Draft plans on the small languages of `outrider.eval.law`, grown by the production planners."""
 
 import math
-from collections.abc import Callable
-from typing import TypeAlias
 
 from outrider.eval.growth import DrawnGrowth, Growth
-from outrider.eval.law import Branching, Language, Proposal, Text
+from outrider.eval.law import Branching, Language, Proposal, Propose, Text
 from outrider.eval.plans import DrawnPlan, LikeliestPlan
 from outrider.eval.tree import Tree
-
-Propose: TypeAlias = Callable[[Text, Branching], Proposal]
-"""The text so far and noise to a drafted tree."""
 
 
 def propose_grown(language: Language, plan: LikeliestPlan) -> Propose:

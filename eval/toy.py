@@ -19,10 +19,10 @@ from outrider.eval.law import (
     Text,
     certify,
     outcomes,
-    propose_chain,
     speculative_round,
     target_law,
 )
+from outrider.eval.lazy_tree import propose_chain
 from outrider.eval.rules import Laws, Randomness, Verdict, Weights, rejection
 from outrider.eval.tree import Tree
 
@@ -65,22 +65,31 @@ def agreement(toy: Toy) -> np.ndarray:
 
 
 def tokens_per_call(toy: Toy, length: int) -> float:
-    """Long-run tokens per target call of rejection on drawn chains.
+    """Long-run tokens per target call of rejection on drawn chains."""
+    accept_SV = np.minimum(toy.target_SV, toy.draft_SV)
+    reach_SS = np.eye(NUM_TOKENS)  # from a call's start to its i-th draft, all accepted
+    emitted_S = np.ones(NUM_TOKENS)
+    for _ in range(length):
+        reach_SS = reach_SS @ accept_SV
+        emitted_S += reach_SS.sum(axis=1)
+    return float(call_starts(toy, length) @ emitted_S)
+
+
+def call_starts(toy: Toy, length: int) -> np.ndarray:
+    """Long-run law of the context a call starts in, [S].
 
     Calls start at contexts that earlier calls end on, which is not how contexts are spread over
-    the text: the average is over the stationary law of call starts.
+    the text.
     """
     accept_SV = np.minimum(toy.target_SV, toy.draft_SV)
     reject_SV = toy.target_SV - accept_SV  # [p - q]+, whose mass is the chance to refuse
-    reach_SS = np.eye(NUM_TOKENS)  # from a call's start to its i-th draft, all accepted
+    reach_SS = np.eye(NUM_TOKENS)
     end_SS = np.zeros((NUM_TOKENS, NUM_TOKENS))
-    emitted_S = np.ones(NUM_TOKENS)
     for _ in range(length):
         end_SS += reach_SS @ reject_SV
         reach_SS = reach_SS @ accept_SV
-        emitted_S += reach_SS.sum(axis=1)
     end_SS += reach_SS @ toy.target_SV
-    return float(_stationary(end_SS) @ emitted_S)
+    return _stationary(end_SS)
 
 
 def rejection_round(toy: Toy, length: int) -> Round:
@@ -102,7 +111,7 @@ def faulty_round(toy: Toy, length: int) -> Round:
 class _ForgetsTheResidual:
     def __init__(self, laws: Laws, random: Randomness) -> None:
         self._laws, self._random = laws, random
-        self.coin, self.draw = random.coin, random.draw
+        self.coin, self.pick, self.draw = random.coin, random.pick, random.draw
 
     def draw_rest(self, depth: int, weights: Weights) -> int:  # noqa: ARG002 (that is the fault)
         return self._random.draw_rest(depth, self._laws.target(depth))
@@ -116,7 +125,16 @@ def exact_distance(toy: Toy, run: Round, num_tokens: int = 4) -> Fraction:
 def simulated_distance(
     toy: Toy, run: Round, *, num_texts: int, num_tokens: int = 4, seed: int = 0
 ) -> float:
-    """The same distance for texts that are sampled, all in step.
+    """The same distance for texts that are sampled."""
+    found = sample_texts(run, num_texts=num_texts, num_tokens=num_tokens, seed=seed)
+    law = {text: count / num_texts for text, count in found.items()}
+    return _float_distance(law, target_law(toy.language(), num_tokens))
+
+
+def sample_texts(
+    run: Round, *, num_texts: int, num_tokens: int = 4, seed: int = 0
+) -> dict[Text, int]:
+    """How often each text after token 0 came up, all texts sampled in step.
 
     A call's outcomes are enumerated once per context and then drawn by their probabilities.
     """
@@ -136,8 +154,7 @@ def simulated_distance(
             # A text that left its context is handled once more only in the next sweep.
             waiting = np.setdiff1d(waiting, rows, assume_unique=True)
     found, counts = np.unique(texts[:, :num_tokens], axis=0, return_counts=True)
-    law = {tuple(map(int, text)): n / num_texts for text, n in zip(found, counts, strict=True)}
-    return _float_distance(law, target_law(toy.language(), num_tokens))
+    return {tuple(map(int, text)): int(n) for text, n in zip(found, counts, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
     "lossy": ("lossy_command", "the bias of inexact acceptance rules, kept apart"),
+    "certify": ("certify_command", "prove every verification rule exact, and every fault found"),
     "toy": ("toy_command", "the four-token language: exact laws beside simulation"),
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import tables
 from outrider.eval.metrics import count
-from outrider.eval.plans import DrawnPlan, default_rule, is_drawn, plan_named
+from outrider.eval.plans import DrawnPlan, is_drawn, plan_named
 from outrider.eval.rules import rule_named
 from outrider.heads import load_head
 
@@ -97,9 +97,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = read_prompts(settings, target)
     drafter = make_drafter(settings, target)
     decoding = settings.decoding
-    if decoding.rule is None:
-        rule = default_rule(plan_named(settings.draft), is_greedy=decoding.sampling.is_greedy)
-        decoding = replace(decoding, rule=rule)
     keeps_text = pick_rule(decoding, drafter or Plain()).keeps_text
     pairs: list[Pair] = []
     found: list[Divergence] = []

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import tyro
 
-from outrider.eval import toy
+from outrider.eval import toy, toy_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     simulated = toy.simulated_distance(made, exact, num_texts=settings.texts)
     print(f"  rejection rule, {settings.texts:>7,} texts        {simulated:.6f}")
     print(f"  planted fault (p, not the residual)  {_exact(toy.exact_distance(made, faulty))}")
+    show_counts(made, settings.texts)
+    show_speed(made)
 
 
-def _row(name: str, values: Sequence[float] | np.ndarray, form: str = "{:5.3f}") -> str:
+def show_counts(made: toy.Toy, texts: int) -> None:
+    """The samplers judged by counting, as one would without enumeration."""
+    counts = [count for count in toy_tables.COUNTS if count < texts] + [texts]
+    print("counted: total variation and chi-square per degree of freedom (1 for an exact sampler)")
+    print(_row("texts", counts, "{:>14,d}"))
+    rows: dict[str, list[str]] = {}
+    for one in toy_tables.counted(made, counts):
+        rows.setdefault(one.sampler, []).append(f"{one.distance:.4f} {one.chi_square:8.2f}")
+    for name, cells in rows.items():
+        print(_row(name, cells, "{:>14}"))
+
+
+def show_speed(made: toy.Toy) -> None:
+    """Tokens and speed by draft length, exact and by the formula of one alpha."""
+    rows = [toy_tables.speed(made, length) for length in toy.LENGTHS]
+    print("rejection in the long run, by drafts per call")
+    print(_row("drafts per call", toy.LENGTHS, "{:5d}"))
+    print(_row("judged alpha", [one.judged_alpha for one in rows]))
+    print(_row("tokens per call by the formula", [one.formula for one in rows]))
+    print(_row("tokens per call, exact", [one.tokens for one in rows]))
+    for index, cost in enumerate(toy_tables.COSTS):
+        print(_row(f"speed-up, a draft costing {cost}", [one.speedups[index] for one in rows]))
+
+
+def _row(name: str, values: Sequence[float | str] | np.ndarray, form: str = "{:5.3f}") -> str:
     return f"  {name:<35}  " + "  ".join(form.format(value) for value in values)
 
 

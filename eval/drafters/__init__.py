@@ -11,14 +11,18 @@ from torch import Tensor
 
 from outrider.data.target import Captured
 from outrider.eval.tree import Tree
+from outrider.eval.verdict import Siblings
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafted tree; `law(node)` is the [V] law a node's token was drawn from, if it was drawn."""
+    """A drafted tree; `law(node)` is the [V] law a node's token was drawn from, None if chosen.
+
+    That law is the one given the siblings drawn before it. `law` is left out of chosen trees.
+    """
 
     tree: Tree
-    law: Callable[[int], Tensor] | None = None
+    law: Callable[[int], Tensor | None] | None = None
 
 
 class Noise(Protocol):
@@ -41,8 +45,8 @@ class Drafter(Protocol):
         ...
 
     @property
-    def draws(self) -> bool:
-        """Whether drafts are drawn, each from a law that `Draft.law` gives."""
+    def siblings(self) -> Siblings:
+        """How a node's children come about; of drawn ones `Draft.law` gives the law."""
         ...
 
     def start(self, ids: Sequence[int], captured: Captured) -> None:

@@ -18,6 +18,7 @@ from outrider.eval.drafters import Draft, Noise
 from outrider.eval.growth import DrawnGrowth, Growth
 from outrider.eval.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
 from outrider.eval.tree import Tree, chain
+from outrider.eval.verdict import Siblings
 from outrider.heads import EagleHead, HeadCache
 
 
@@ -53,9 +54,11 @@ class EagleDrafter:
         return self._head.config.aux_layers
 
     @property
-    def draws(self) -> bool:
-        """Whether drafts are drawn."""
-        return self._temperature > 0
+    def siblings(self) -> Siblings:
+        """Above temperature 0 drawn chains or trees, else the likeliest tokens."""
+        if not self._temperature:
+            return Siblings.CHOSEN
+        return Siblings.WITHOUT if isinstance(self._plan, DrawnPlan) else Siblings.SINGLE
 
     def start(self, ids: Sequence[int], captured: Captured) -> None:
         """Begin a row: its tokens, and the target's states at all of them but the newest."""
@@ -119,19 +122,20 @@ class EagleDrafter:
     def _chain(self, hidden_1D: Tensor, depth: int, noise: Noise) -> Draft:
         tokens: list[int] = []
         laws: list[Tensor] = []
+        is_drawn = self._temperature > 0
         for step in range(depth):
             if step:
                 row = self._num_rows + step - 1
                 hidden_1D = self._step(hidden_1D[None], tokens[-1:], row)[0]
             logits_1W = self._head.draft_logits(hidden_1D)
-            if self.draws:
+            if is_drawn:
                 laws.append((logits_1W / self._temperature).softmax(-1))
                 draft_id = draw(laws[-1][0], noise.draft(step))
             else:
                 draft_id = int(logits_1W.argmax())
             tokens.append(int(self._ids_W[draft_id]))
         tree = chain(self._root, tokens)
-        if not self.draws:
+        if not is_drawn:
             return Draft(tree)
         return Draft(tree, lambda node: self._head.scatter(laws[node - 1])[0])
 

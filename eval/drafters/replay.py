@@ -10,13 +10,14 @@ import torch
 from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
 from outrider.eval.tree import chain
+from outrider.eval.verdict import Siblings
 
 
 class Plain:
     """Drafts nothing: the loop is then plain decoding."""
 
     layers: tuple[int, ...] = ()
-    draws = True  # every one of them: any rule will do
+    siblings = Siblings.NONE  # any rule will do
 
     def start(self, ids: Sequence[int], captured: Captured) -> None:  # noqa: ARG002
         """Note the newest token."""
@@ -38,7 +39,7 @@ class Replay:
     """
 
     layers: tuple[int, ...] = ()
-    draws = False
+    siblings = Siblings.CHOSEN
 
     def __init__(
         self, ids: Sequence[int], length: int, *, shift: int = 0, vocab_size: int = 0
@@ -65,7 +66,7 @@ class Uniform:
     """Draws every draft from the uniform law: the worst honest drafter."""
 
     layers: tuple[int, ...] = ()
-    draws = True
+    siblings = Siblings.SINGLE
 
     def __init__(self, vocab_size: int, length: int) -> None:
         self._law_V = torch.full((vocab_size,), 1 / vocab_size)

@@ -385,10 +385,10 @@ def test_prompts_that_leave_no_room_are_refused(target, prompt, message):
         (
             1.0,
             "greedy",
-            "rule is 'greedy' at temperature 1.0; use greedy at 0 and rejection",
+            "rule is 'greedy' at temperature 1.0; use greedy at 0, and above it match",
         ),
         (0.0, "match", "rule is 'match' at temperature 0.0; use greedy at 0"),
-        (1.0, "rejection", "give the drafter that temperature, or use rule match or point_mass"),
+        (1.0, "rejection", "judges drafts of kind single, these are chosen; draft that way"),
         (1.0, "typical", "no verification rule called 'typical'; choose one of greedy, rejection"),
     ],
 )

@@ -140,7 +140,10 @@ def test_accepted_drafts_are_green_on_a_terminal(files, capsys):
         (["--prompt", "w5", "--data", "rows.jsonl"], "give either --prompt or --data"),
         (["--prompt", "w5", "--limit", "0"], "limit is 0; give 1 or more"),
         (["--prompt", "w5", "--draft", "bush:2"], "write chain:LENGTH, such as chain:3"),
-        (["--prompt", "w5", "--temperature", "1", "--rule", "greedy"], "use greedy at 0 and"),
+        (
+            ["--prompt", "w5", "--temperature", "1", "--rule", "greedy"],
+            "use greedy at 0, and above",
+        ),
         (["--prompt", "w5", "--rule", "typical"], "no verification rule called 'typical'"),
     ],
 )

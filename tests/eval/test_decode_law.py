@@ -19,6 +19,7 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.plans import plan_named
+from outrider.eval.rules import rule_named
 from outrider.heads import EagleConfig, EagleHead
 
 VOCAB, LENGTH, PROMPT, SAMPLING = 3, 3, [1, 2], Sampling(temperature=0.8)
@@ -73,7 +74,7 @@ def is_noticed(texts, law):
 
 
 def sampled(target, head, plan, rule, count):
-    temperature = 0.8 if rule == "rejection" else 0.0
+    temperature = 0.8 if rule_named(rule).draws_drafts else 0.0
     drafter = EagleDrafter(head, plan_named(plan), temperature=temperature)
     decoding = Decoding(max_new_tokens=LENGTH, sampling=SAMPLING, rule=rule)
     accepted = drafted = 0
@@ -87,7 +88,13 @@ def sampled(target, head, plan, rule, count):
 
 @pytest.mark.parametrize(
     ("plan", "rule"),
-    [("chain:2", "rejection"), ("tree:2,2,4", "point_mass")],
+    [
+        ("chain:2", "rejection"),
+        ("chain:2", "block"),
+        ("chain:2", "k_sequential"),
+        ("tree:2,2,4", "point_mass"),
+        ("tree:2,2,4", "one_coin"),
+    ],
 )
 def test_sampled_texts_follow_the_exact_law(target, head, plan, rule):
     assert not is_noticed(sampled(target, head, plan, rule, 250), exact_law(target))

@@ -13,6 +13,7 @@ from outrider.eval.growth import DynamicGrowth
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.plans import ChainPlan, TreePlan, plan_named
+from outrider.eval.rules import Siblings
 from outrider.heads import EagleConfig, EagleHead
 
 PREFIX = [5, 9, 14, 22, 8, 31, 40, 17]
@@ -237,7 +238,8 @@ def test_plain_drafts_nothing():
 def test_one_epsilon_decides_what_is_greedy_for_text_and_drafts(target, head):
     for temperature in (0.0, 1e-9, 0.99 * GREEDY_BELOW, GREEDY_BELOW, 0.5):
         drafter = EagleDrafter(head, ChainPlan(2), temperature=temperature)
-        assert drafter.draws == (not Sampling(temperature=temperature).is_greedy)
+        is_greedy = Sampling(temperature=temperature).is_greedy
+        assert drafter.siblings == (Siblings.CHOSEN if is_greedy else Siblings.SINGLE)
 
 
 @pytest.mark.parametrize("plan", ["drawn:2,2,6", "drawn:3,2,5", "drawn:1,3,2"])

@@ -16,12 +16,12 @@ from outrider.eval.law import (
     distance,
     emitted_law,
     outcomes,
-    propose_chain,
-    propose_likeliest,
     speculative_round,
     target_law,
 )
-from outrider.eval.tree import Tree, shape_from_counts
+from outrider.eval.lazy_tree import fixed, propose_chain, propose_tree, uneven
+from outrider.eval.tree import Tree
+from outrider.eval.verdict import Siblings
 
 
 def fractions(weights):
@@ -63,10 +63,10 @@ LANGUAGES = {
     "nearly equal": constant_language([1, 2, 3], [1, 2, Fraction(3001, 1000)]),
 }
 SHAPES = {
-    "one": shape_from_counts([1]),
-    "two then one each": shape_from_counts([2, 1, 1]),
-    "three": shape_from_counts([3]),
-    "uneven": shape_from_counts([2, 2, 1, 1]),
+    "one": fixed(1),
+    "two then one each": fixed(2, 1),
+    "three": fixed(3),
+    "uneven": uneven({(): 2, (0,): 2, (1,): 1, (0, 0): 1}),
 }
 
 
@@ -94,7 +94,7 @@ def test_tree_rules_emit_the_targets_law(rule, name, shape):
 
 
 def likeliest(language, shape):
-    return propose_likeliest(language, SHAPES[shape])
+    return propose_tree(language, SHAPES[shape], Siblings.CHOSEN)
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -189,8 +189,7 @@ def keeps_the_refused_mass(tree, laws, random):
         coin, draw = random.coin, random.draw
 
         def draw_rest(self, depth, weights):
-            node = next(n for n in range(len(tree)) if tree.depths[n] == depth)
-            return random.draw_rest(depth, laws.target(node))
+            return random.draw_rest(depth, laws.target(0))
 
     return rules.point_mass(tree, laws, Faulty())
 

@@ -51,25 +51,7 @@ LANGUAGES = {
 }
 
 
-def recursive(tree, laws, random):
-    """Rule R5, written here: recursive rejection of children drawn without replacement."""
-    path, node = [], 0
-    while children := tree.children[node]:
-        rest = laws.target(node) + 0
-        for slot, child in enumerate(children):
-            token, law = tree.tokens[child], laws.draft(child)
-            if random.coin(len(path), slot, min(1, rest[token] / rest.sum() / law[token])):
-                node = child
-                path.append(child)
-                break
-            rest = rest / rest.sum() - law
-            rest = rest * (rest > 0)
-        else:
-            return rules.Verdict(path=tuple(path), token=random.draw_rest(len(path), rest))
-    return rules.Verdict(path=tuple(path), token=random.draw(len(path), laws.target(node)))
-
-
-def found(lang, propose, rule=recursive, num_tokens=2):
+def found(lang, propose, rule=rules.recursive, num_tokens=2):
     return certify(lang, speculative_round(lang, propose, rule), num_tokens, order=ORDER)
 
 
@@ -282,7 +264,9 @@ def test_ties_broken_for_the_deeper_slot_are_rejected(monkeypatch):
     monkeypatch.setattr(Planner, "_best", deeper_first)
     lone = Language(target=p, draft=lambda text: fractions([1, 1, 1]))
     broken = [
-        certify(la, speculative_round(la, propose_drawn(la, DrawnPlan(2, 2, n)), recursive), 2)
+        certify(
+            la, speculative_round(la, propose_drawn(la, DrawnPlan(2, 2, n)), rules.recursive), 2
+        )
         for la in (lang, lone)
         for n in (1, 2, 3)
     ]

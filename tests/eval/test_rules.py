@@ -97,7 +97,7 @@ def test_a_token_its_law_cannot_produce_is_a_defect():
 
 
 def test_rejection_refuses_a_branching_tree():
-    with pytest.raises(ValueError, match="judges chains; for a tree use match or point_mass"):
+    with pytest.raises(ValueError, match="judges chains; for a drawn tree use iid, without"):
         rules.rejection(Tree((0, 1, 2), (-1, 0, 0)), NodeLaws([]), Scripted())
 
 
@@ -160,7 +160,8 @@ def test_a_last_child_with_all_remaining_mass_always_stands():
 
 
 def test_only_exact_rules_are_offered():
-    assert set(rules.RULES) == {"greedy", "rejection", "match", "point_mass"}
+    drawn = {"rejection", "iid", "without", "k_sequential", "hybrid", "block", "traversal"}
+    assert set(rules.RULES) == {"greedy", "match", "point_mass", "one_coin"} | drawn
     with pytest.raises(ValueError, match=r"'typical'; choose one of greedy, rejection, match, poi"):
         rules.rule_named("typical")
 

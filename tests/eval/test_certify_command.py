@@ -1,0 +1,74 @@
+"""`outrider certify`: tables, JSON, a user's own rule, and the exit status."""
+
+import json
+
+import pytest
+
+from outrider.eval import grid
+from outrider.scripts.certify_command import main
+
+ONE = ["--processes", "1"]
+
+
+def test_one_rule_on_one_tree(capsys, tmp_path):
+    main(["--rule", "without", "--tree", "[2,1]", "--json", str(tmp_path / "out.json"), *ONE])
+    shown = capsys.readouterr().out
+    assert "1 of 1 exact, 33 laws compared" in shown
+    assert "all exact" in shown
+    cell = json.loads((tmp_path / "out.json").read_text())["cells"][0]
+    assert (cell["rule"], cell["drafts"], cell["exact_distance"]) == ("without", "without", "0")
+
+
+def test_the_faults_of_a_rule_are_judged_with_it(capsys, tmp_path):
+    main(["--rule", "greedy", "--quick", "--json", str(tmp_path / "out.json"), *ONE])
+    assert "mutation score 1 of 1" in capsys.readouterr().out
+    mutant = json.loads((tmp_path / "out.json").read_text())["mutants"][0]
+    assert mutant["killed"]
+    assert mutant["what"]
+
+
+def test_a_users_own_rule_that_is_wrong_ends_with_status_1(capsys, tmp_path, monkeypatch):
+    (tmp_path / "my_rules.py").write_text(
+        "from outrider.eval.rules import Verdict\n"
+        "def first(tree, laws, random):\n"
+        "    return Verdict(path=(), token=int(laws.target(0).argmax()))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--rule", "my_rules:first", "--drafts", "iid", "--tree", "[2,1]", *ONE])
+    shown = capsys.readouterr().out
+    assert "0 of 1 exact" in shown
+    assert "NOT EXACT" in shown
+
+
+def test_a_fault_that_passes_ends_with_status_1(monkeypatch, capsys):
+    from outrider.eval import mutants
+
+    honest = mutants.MUTANTS["greedy at a soft target"]
+    sound = mutants.Mutant(
+        what=honest.what,
+        rule="greedy",
+        run=lambda la: lambda text, r: (r.draw(0, la.target(text)),),
+    )
+    monkeypatch.setitem(mutants.MUTANTS, "greedy at a soft target", sound)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--rule", "greedy", "--quick", *ONE])
+    assert "ALIVE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "typical"], "rule is 'typical'; choose one of greedy"),
+        (["--rule", "nowhere:verify"], "No module named 'nowhere'; give MODULE:FUNCTION"),
+        (["--rule", "block", "--tree", "[9]"], r"tree is '\[9\]', which none of these trees"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, *ONE])
+
+
+def test_two_processes_give_the_same_table():
+    cells = [cell for cell in grid.grid() if cell.tree == "[1,2]" and cell.rule == "without"]
+    assert [one.distance for one in grid.certify_all(cells, processes=2)] == [0]
