@@ -22,6 +22,20 @@ def locked(path: Path) -> Generator[None]:
         yield
 
 
+@contextmanager
+def alone_in(folder: Path) -> Generator[None]:
+    """Keep a folder to this process. Raises ValueError where another process has it."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is at work in {folder}; wait for it or stop it, or give another "
+                "output"
+            ) from None
+        yield
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:

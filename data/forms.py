@@ -41,7 +41,7 @@ class RecordReader:
             raise RowError(record)
         for name, form in self.forms.items():
             if name in record:
-                encoded = form(record)
+                encoded = _guarded(form, record)
                 for part in encoded:
                     self._check_ids(part.ids)
                 return encoded
@@ -137,8 +137,16 @@ class RecordReader:
         return [encode_text(str(record["text"]), self.template)]
 
 
+def _guarded(form: Callable[[Record], list[Encoded]], record: Record) -> list[Encoded]:
+    """The form's rows; what a malformed record trips over is told as a refusal of that row."""
+    try:
+        return form(record)
+    except (TypeError, AttributeError, LookupError, UnicodeError, json.JSONDecodeError) as error:
+        raise RowError(f"is malformed: {type(error).__name__}: {error}") from error
+
+
 def _ints(record: Record, name: str) -> list[int]:
     values = record.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise RowError(f"{name} is not a list of integers")
     return values

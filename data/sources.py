@@ -49,6 +49,8 @@ def _through_datasets(source: str, path: Path) -> Iterator[Record]:
     import datasets  # slow to import, and most sources do without
 
     name, _, split = source.partition(":")
+    if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".xz") and not path.is_file():
+        raise ValueError(f"data {source!r}: there is no such file; check the spelling")
     if path.is_file() and path.suffix in (".json", ".parquet"):
         loaded = datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
     elif Path(name).is_dir():

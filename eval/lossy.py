@@ -181,13 +181,18 @@ def ensemble(weight: float = 0.5) -> LossyRule:
     """
     _check_share("weight", weight)
 
+    def drawn(laws: Laws, node: int) -> Weights:
+        q = laws.draft(node)
+        assert q is not None, "the drafts of this rule are drawn"
+        return q
+
     def mixture(laws: Laws, node: int) -> Weights:
-        return laws.target(node - 1) * weight + laws.draft(node) * (1 - weight)
+        return laws.target(node - 1) * weight + drawn(laws, node) * (1 - weight)
 
     def verify(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
         _check_chain(tree)
         for node in range(1, len(tree)):
-            v, q, token = mixture(laws, node), laws.draft(node), tree.tokens[node]
+            v, q, token = mixture(laws, node), drawn(laws, node), tree.tokens[node]
             if not random.coin(node - 1, 0, min(1, v[token] / q[token])):
                 rest = laws.target(node - 1) - q
                 rest = rest * (rest > 0)
@@ -204,7 +209,7 @@ def ensemble(weight: float = 0.5) -> LossyRule:
     def exactly(tree: Tree, laws: Laws, node: int) -> Any:  # noqa: ANN401 (any number)
         if node == len(tree) - 1:
             return 0
-        return (1 - weight) * distance(laws.target(node), laws.draft(node + 1))
+        return (1 - weight) * distance(laws.target(node), drawn(laws, node + 1))
 
     return LossyRule(
         verify=verify,

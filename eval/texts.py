@@ -74,10 +74,11 @@ def check_texts(texts: Sequence[Text], vocab_size: int) -> None:
                 f"row {text.row_id!r} has {len(text.prompt_ids)} prompt and "
                 f"{len(text.answer_ids)} answer tokens; a draft head needs at least 2 and 1"
             )
-        worst = max(text.prompt_ids + text.answer_ids)
-        if worst >= vocab_size:
+        ids = text.prompt_ids + text.answer_ids
+        worst = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= worst < vocab_size:
             raise ValueError(
-                f"row {text.row_id!r} holds token {worst}, the target has {vocab_size}; "
+                f"row {text.row_id!r} holds token {worst}, the target has 0 to {vocab_size - 1}; "
                 "use text of this target's own tokenizer"
             )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -110,8 +110,14 @@ class Trace:
     def row(self, index: int, layers: Sequence[int] | None = None) -> TraceRow:
         """One row, with the features of `layers` in that order (all stored ones by default)."""
         row = self._rows[index]
-        with safe_open(self.folder / _shard_name(index // _SHARD_ROWS), "pt") as shard:
-            part = {name: shard.get_tensor(f"{index}.{name}") for name in _TENSORS}
+        path = self.folder / _shard_name(index // _SHARD_ROWS)
+        try:
+            with safe_open(path, "pt") as shard:
+                part = {name: shard.get_tensor(f"{index}.{name}") for name in _TENSORS}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); remove the folder and trace again"
+            ) from error
         return TraceRow(
             row_id=row["row_id"],
             kind=row["kind"],

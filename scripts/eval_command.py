@@ -93,23 +93,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def load_heads(folders: Sequence[str], target: Target) -> dict[str, EagleHead]:
     """Heads by a short name that tells them apart."""
-    lent = tables(target)
-    short = {folder: "/".join(Path(folder).parts[-2:]) for folder in folders}
-    names = short if len(set(short.values())) == len(folders) else {one: one for one in folders}
+    lent, names = tables(target), short_names(folders, parts=2)
     return {names[folder]: load_head(folder, lent).eval() for folder in folders}
+
+
+def short_names(folders: Sequence[str], *, parts: int) -> dict[str, str]:
+    """The last parts of each folder's path; the whole path where those would be alike."""
+    short = {folder: "/".join(Path(folder).parts[-parts:]) for folder in folders}
+    return short if len(set(short.values())) == len(short) else {one: one for one in folders}
 
 
 def _open_traces(
     settings: EvalSettings, target: Target, heads: dict[str, EagleHead]
 ) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
+    names = short_names([name for name in settings.trace if name != _DEMO], parts=1)
     for name in settings.trace or (_DEMO,):
         if name == _DEMO:
             for temperature in settings.temperature:
                 found = demo_trace(target, heads.values(), temperature, settings.per_kind)
                 traces[f"{name}, T={temperature:g}"] = found
         else:
-            traces[Path(name).name] = Trace(Path(name))
+            traces[names[name]] = Trace(Path(name))
     return traces
 
 

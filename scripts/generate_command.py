@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     written = generate_files(target, _wanted(settings), settings.decoding)
     print(
         f"{settings.out}: {written.num_rows} rows, {written.num_answer_tokens} answer tokens, "
-        f"{written.num_rows - written.num_new_rows} rows found finished"
+        f"{written.num_rows - written.num_new_rows} rows taken over from a stopped run"
     )
 
 

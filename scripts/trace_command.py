@@ -3,6 +3,8 @@
 A stopped run goes on when the same command is given again.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Literal
 import torch
 import tyro
 
-from outrider.data.generate import Decoding, generate
+from outrider.data.files import write_whole
+from outrider.data.generate import Decoding, Request, generate
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target, default_layers
@@ -74,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.prompts is not None:
         source, seed = str(settings.out / "answers.jsonl"), settings.decoding.seed
         requests = read_requests(settings.prompts, settings.sampling)
+        claim_answers(settings, target, requests)
         if not Path(source).exists():
             generate(target, requests, Path(source), settings.decoding)
     texts = read_texts(str(source), settings.sampling, per_kind=settings.per_kind)
@@ -87,3 +91,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print(f"{settings.out}: {len(trace)} rows, {sampling_text(trace.sampling)}")
     print(f"the text is the target's own: {trace.policy.text()}")
+
+
+def claim_answers(settings: TraceSettings, target: Target, requests: Sequence[Request]) -> None:
+    """Note what the folder's answers are made from; answers of other requests are refused."""
+    asked = [repr(request) for request in requests]
+    made_from = json.dumps([target.fingerprint(), asked, repr(settings.decoding)])
+    key = hashlib.sha256(made_from.encode()).hexdigest()
+    note, answers = settings.out / "answers.key", settings.out / "answers.jsonl"
+    known = note.read_text(encoding="utf-8").strip() if note.exists() else None
+    if known != key and (known is not None or answers.exists()):
+        raise ValueError(
+            f"{answers} was answered from other prompts, settings or another target; give "
+            "another --out, or remove the folder"
+        )
+    write_whole(note, key + "\n")

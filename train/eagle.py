@@ -6,11 +6,13 @@ accelerate launch train/eagle.py --recipe train/configs/demo.yaml [--flags]
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
+from outrider.data.files import alone_in
 from outrider.train.assembly import build, lay_ground
 from outrider.train.journal import check_tracker
 from outrider.train.loop import Loop
@@ -23,12 +25,18 @@ from outrider.train.settings import Settings
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train an EAGLE head; wrong input exits with 2, an interrupted run with 130."""
+    with ExitStack() as held:
+        run(argv, held)
+
+
+def run(argv: Sequence[str] | None, held: ExitStack) -> None:
+    """Parse, prepare and train; `held` keeps what must last until the end."""
     try:
         settings = parse(argv)
         if settings.run.plan:
             print(describe(lay_ground(settings, torch.device("cpu"))))
             return
-        loop = prepare(settings)
+        loop = prepare(settings, held)
     except (ValueError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
@@ -45,14 +53,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def prepare(settings: Settings) -> Loop:
-    """Everything up to the first optimiser step."""
+def prepare(settings: Settings, held: ExitStack) -> Loop:
+    """Everything up to the first optimiser step; `held` keeps the run's folder to this process."""
     check_tracker(settings.run.track)
     if settings.run.threads is not None:
         torch.set_num_threads(settings.run.threads)
     accelerator = accelerate(settings)
     output = Path(settings.run.output)
     output.mkdir(parents=True, exist_ok=True)
+    if accelerator.is_main_process:
+        held.enter_context(alone_in(output))
     parts = build(settings, accelerator)
     loop = Loop(parts=parts, settings=settings, accelerator=accelerator)
     loop.resume()
@@ -76,9 +86,20 @@ def accelerate(settings: Settings) -> Accelerator:
         project_dir=run.output,
     )
     if run.track != "none":
-        flat = {key: str(value) for key, value in settings.flat().items()}
-        accelerator.init_trackers("outrider", config=flat)
+        start_tracker(accelerator, settings)
     return accelerator
+
+
+def start_tracker(accelerator: Accelerator, settings: Settings) -> None:
+    """Begin the tracker's run. Raises ValueError where it cannot, such as for want of a key."""
+    flat = {key: str(value) for key, value in settings.flat().items()}
+    try:
+        accelerator.init_trackers("outrider", config=flat)
+    except Exception as problem:
+        raise ValueError(
+            f"track is {settings.run.track!r}, which did not start: {problem}; for wandb log in, "
+            "or set WANDB_MODE=offline"
+        ) from problem
 
 
 if __name__ == "__main__":

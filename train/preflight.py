@@ -39,13 +39,16 @@ def check_head(head: EagleHead, target: Target) -> None:
 
 def check_warm_start(config: EagleConfig, choice: HeadSettings) -> None:
     """A head to start from keeps its geometry; settings that say otherwise are refused."""
-    wanted = {
+    wanted: dict[str, tuple[object, object]] = {
         "head": (choice.head, config.kind),
         "draft_vocab": (choice.draft_vocab, config.draft_vocab_size),
         "aux_layers": (choice.aux_layers, config.aux_layers),
         "head_hidden": (choice.head_hidden, config.hidden_size),
         "head_intermediate": (choice.head_intermediate, config.intermediate_size),
+        "max_positions": (choice.max_positions, config.max_position_embeddings),
     }
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        wanted[name] = (getattr(choice, name) or None, getattr(config, name))
     for name, (asked, has) in wanted.items():
         if asked is not None and asked != has:
             raise ValueError(

@@ -39,7 +39,7 @@ class DataSettings:
     """Use only so many held-out rows, evenly spaced over the file."""
 
     max_tokens: int | None = None
-    """Stop reading rows before their tokens exceed this number."""
+    """Stop reading rows once their tokens reach this number; the row that crosses it is kept."""
 
     max_length: int = 2048
     """Longest row, and the length that rows are packed to."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,7 +58,12 @@ def read_folder(folder: Path) -> Folder:
             "config.json and model.safetensors, and convert pickled .bin weights first"
         )
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return Folder(config, load_file(folder / WEIGHTS))
+    try:
+        return Folder(config, load_file(folder / WEIGHTS))
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / WEIGHTS} is damaged ({error}); fetch or train it again"
+        ) from error
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:

@@ -266,7 +266,33 @@ def test_sources_of_the_datasets_library(tmp_path, monkeypatch):
 
 def test_sources_that_are_not_there_are_refused():
     with pytest.raises(ValueError, match="neither 'demo'"):
-        list(records("nosuch.jsonl"))
+        list(records("nosuch"))
+    for name in ("nosuch.jsonl", "no/such.jsonl.gz", "no/such.parquet"):
+        with pytest.raises(ValueError, match="there is no such file"):
+            list(records(name))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"messages": chat("Hello", "Paris"), "tools": "not json"},
+        {"messages": [*chat("Hello"), {"role": "assistant", "tool_calls": ["x"]}]},
+        {"conversations": ["a", "b"]},
+        {"conversations": None},
+        {"conversations": [{"from": ["human"], "value": "w3"}]},
+        {"messages": [], "prompt_ids": [4, 5, 6], "answer_ids": [7, 8]},
+        {"messages": "hi", "prompt_ids": [4, 5, 6], "answer_ids": [7, 8]},
+        {"text": "\ud800 w3"},
+        {"input_ids": [True, False, True, True], "loss_mask": [0, 0, 1, 1]},
+    ],
+)
+def test_one_malformed_row_is_refused_by_number_and_the_rest_trains(tmp_path, target, bad):
+    good = {"messages": chat("Hello", "Paris")}
+    source = write(tmp_path / "rows.jsonl", [bad, good, good, good])
+    rows, counts = read_rows(source, target, Reading(max_unsupervised=1.0))
+    assert len(rows) == 3
+    assert [refusal.number for refusal in counts.refusals] == [1]
+    assert adds_up(counts)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """The trace, eval and bench commands from files to report, and what they refuse."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
@@ -28,6 +30,7 @@ def files(
     root = tmp_path_factory.mktemp("files")
     tiny_target.model.save_pretrained(root / "target")
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3").save_pretrained(root / "target")
     save_head(tiny_head, root / "run" / "good")
     other = EagleHead(tiny_head.config, tiny_head.draft_ids_W.clone())
@@ -134,3 +137,51 @@ def test_refusals_exit_with_two(
         assert stopped.value.code == 2
         # tyro wraps what it prints.
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_traces_of_one_name_in_two_folders_are_both_scored(files: Path, tmp_path: Path) -> None:
+    for place, temperature in (("a", "0"), ("b", "1")):
+        out = tmp_path / place / "t"
+        trace(files, "--out", str(out), "--layers", "1", "3", "5", "--temperature", temperature)
+    arguments = ["--target", str(files / "target"), "--head", str(files / "run" / "good")]
+    for place in "ab":
+        arguments += ["--trace", str(tmp_path / place / "t")]
+    eval_command.main([*arguments, "--draft", "chain:1", "--out", str(tmp_path / "o.json")])
+    results = json.loads((tmp_path / "o.json").read_text())["evaluation"]["results"]
+    assert len({one["trace"] for one in results}) == 2
+
+
+def test_answers_to_other_prompts_or_settings_are_not_taken_for_these(
+    files: Path, tmp_path: Path
+) -> None:
+    asked = [{"id": "a", "messages": [{"role": "user", "content": "w4 w5"}]}]
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps(asked[0]) + "\n")
+    template = "{% for m in messages %}w9 {{ m['content'] }} {% endfor %}w8 "
+    folder = tmp_path / "target"
+    shutil.copytree(files / "target", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    command = ["--target", str(folder), "--prompts", str(prompts), "--layers", "1", "3", "5"]
+    command += ["--out", str(tmp_path / "out")]
+    trace_command.main([*command, "--max-new-tokens", "4"])
+    trace_command.main([*command, "--max-new-tokens", "4"])
+    with pytest.raises(ValueError, match="was answered from other prompts, settings"):
+        trace_command.main([*command, "--max-new-tokens", "5"])
+    prompts.write_text(json.dumps({**asked[0], "id": "b"}) + "\n")
+    with pytest.raises(ValueError, match="was answered from other prompts, settings"):
+        trace_command.main([*command, "--max-new-tokens", "4"])
+
+
+def test_damaged_heads_and_traces_are_named(files: Path, tmp_path: Path) -> None:
+    trace(files, "--out", str(tmp_path / "t"), "--layers", "1", "3", "5")
+    head = tmp_path / "head"
+    shutil.copytree(files / "run" / "good", head)
+    arguments = ["--target", str(files / "target"), "--trace", str(tmp_path / "t")]
+    arguments += ["--draft", "chain:1", "--head", str(head)]
+    eval_command.main(arguments)
+    for path in (tmp_path / "t" / "shard-00000.safetensors", head / "model.safetensors"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+            eval_command.main(arguments)
+        path.write_bytes(whole)

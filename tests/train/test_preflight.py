@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.data.batches import Batches, StoredRow
+from outrider.data.files import alone_in
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.texts import Text
@@ -245,6 +246,10 @@ def test_c10_a_rebuilt_map_needs_its_switch_and_keeps_known_rows(
 
 def test_warm_starts_keep_the_geometry(train: Train, refused: Refused) -> None:
     old = str(train("--draft-vocab", "40", output="old") / "last")
+    assert "norm_output is True but the head in init" in refused("--init", old, "--norm-output")
+    assert "max_positions is 77 but the head in init" in refused(
+        "--init", old, "--max-positions", "77"
+    )
     assert "aux_layers is (1, 3, 5) but the head in init" in refused(
         "--init", old, "--aux-layers", "1", "3", "5"
     )
@@ -328,3 +333,25 @@ def test_a_part_of_the_heldout_rows_holds_every_kind_alike(limit: int | None) ->
         rows = [int(text.row_id[1:]) for text in chosen if text.kind == kind]
         assert len(set(rows)) == count
         assert all(row >= place * sizes[kind] // count for place, row in enumerate(rows))
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(
+    refused: Refused, train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    with alone_in(tmp_path / "run"):
+        assert "another process is at work in" in refused()
+    train()
+
+
+def test_a_tracker_that_does_not_start_is_told_in_a_line(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("No API key configured")
+
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", fail)
+    monkeypatch.setattr("outrider.train.eagle.check_tracker", lambda _: None)
+    said = refused("--track", "tensorboard")
+    assert "did not start: No API key configured" in said
+    assert "WANDB_MODE=offline" in said
