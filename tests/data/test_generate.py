@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
         file.write(b'{"id": "r29", "prompt_i')
     num_done = partial.read_bytes().count(b"\n") - 1
     main([*common, "--out", str(out)])
-    assert f"{num_done} rows found finished" in capsys.readouterr().out
+    assert f"{num_done} rows taken over from a stopped run" in capsys.readouterr().out
     main([*common, "--out", str(whole)])
     assert out.read_bytes() == whole.read_bytes()
     assert not partial.exists()
