@@ -28,7 +28,13 @@ def heldout_trace(
         return None
     folder = Path(data.heldout)
     if (folder / "meta.json").is_file():
-        return Trace(folder)
+        trace = Trace(folder)
+        if not trace.sampling.is_greedy:
+            raise ValueError(
+                f"heldout {data.heldout!r} is a trace of temperature {trace.sampling.temperature}; "
+                "heads are kept by greedy acceptance: give a trace of temperature 0"
+            )
+        return trace
     texts = spread(read_texts(data.heldout, GREEDY), data.heldout_rows)
     key = hashlib.sha256()
     for part in (texts, target.fingerprint(), list(layers), str(target.dtype)):

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.files import alone_in
+from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.texts import Text
+from outrider.eval.traces import build_trace
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
 from outrider.train import preflight
@@ -355,3 +357,18 @@ def test_a_tracker_that_does_not_start_is_told_in_a_line(
     said = refused("--track", "tensorboard")
     assert "did not start: No API key configured" in said
     assert "WANDB_MODE=offline" in said
+
+
+def test_a_heldout_trace_must_be_greedy(
+    refused: Refused, target_folder: Path, tmp_path: Path
+) -> None:
+    target = Target.load(str(target_folder))
+    ids = torch.tensor([[2, 3, 4]])
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        law = target.logits(target.run(ids).last_BTH[:, -1]).float().softmax(-1)
+        ids = torch.cat([ids, law.multinomial(1, generator=noise)], dim=1)
+    texts = [Text("a", "k", ids[0, :3].tolist(), ids[0, 3:].tolist())]
+    sampling = Sampling(temperature=1.0)
+    build_trace(target, texts, tmp_path / "warm", sampling=sampling, layers=(2, 4, 5))
+    assert "is a trace of temperature 1.0" in refused("--heldout", str(tmp_path / "warm"))
