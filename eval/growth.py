@@ -101,17 +101,11 @@ class Growth(Protocol):
         ...
 
 
-class DynamicGrowth:
-    """An EAGLE-2 tree: the planner's slots, filled with the likeliest tokens in order."""
+class _Planned:
+    """A tree whose shape a planner decides."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self) -> None:
         self._planner = Planner()
-        self._tokens = [root]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Each node's token, the root's first."""
-        return self._tokens
 
     @property
     def parents(self) -> list[int]:
@@ -127,6 +121,19 @@ class DynamicGrowth:
     def parent_slots(self) -> list[int]:
         """Row of the last level that each node of the frontier came from."""
         return self._planner.parent_slots
+
+
+class DynamicGrowth(_Planned):
+    """An EAGLE-2 tree: the planner's slots, filled with the likeliest tokens in order."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__()
+        self._tokens = [root]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Each node's token, the root's first."""
+        return self._tokens
 
     def add_level(
         self, log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], width: int
@@ -188,7 +195,7 @@ def subtree(
     return Tree(tuple(tokens[node] for node in kept), found)
 
 
-class DrawnGrowth:
+class DrawnGrowth(_Planned):
     """A tree of tokens drawn without replacement, each slot planned before it is filled.
 
     Slots that are neither expanded nor kept are never drawn: nothing depends on them.
@@ -208,28 +215,13 @@ class DrawnGrowth:
                 slots apart, the index that fills the slot.
             name: The token of an index.
         """
-        self._planner = Planner()
+        super().__init__()
         self._draw, self._name = draw, name
         self.tokens: dict[int, int] = {0: root}
         """Tokens of the slots filled so far."""
         self._laws: dict[int, Any] = {}
         self._urns: dict[int, Any] = {}
         self._depths = [0]
-
-    @property
-    def parents(self) -> list[int]:
-        """Each slot's parent."""
-        return self._planner.parents
-
-    @property
-    def frontier(self) -> list[int]:
-        """Nodes whose children come next."""
-        return self._planner.frontier
-
-    @property
-    def parent_slots(self) -> list[int]:
-        """Row of the last level that each node of the frontier came from."""
-        return self._planner.parent_slots
 
     def add_level(
         self, laws: Sequence[Any], log_shares: Sequence[Sequence[float]], width: int

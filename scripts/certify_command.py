@@ -1,8 +1,8 @@
 """`outrider certify`: the exact law of every rule, and the planted faults that must not pass.
 
 Each rule runs unchanged on a small language with every coin and draw made a branch of rational
-weight; the table holds the largest total variation to the target's own law, 0 meaning exact. A
-whole run takes minutes, `--quick` seconds. Exit status 1 when a law differs or a fault passes.
+weight; the table holds the largest total variation to the target's own law, 0 meaning exact. Exit
+status 1 when a law differs or a fault passes.
 """
 
 import importlib
