@@ -155,6 +155,7 @@ def test_bad_rows_are_refused_by_name(
         ([Text("row-9", "chat", [5], [6, 7])], "'row-9' has 1 prompt"),
         ([Text("row-9", "chat", [5, 6], [])], "0 answer tokens"),
         ([Text("row-9", "chat", [5, 6], [61])], "token 61"),
+        ([Text("row-9", "chat", [5, -3], [6])], "token -3"),
     ]
     for texts, message in cases:
         with pytest.raises(ValueError, match=message):
