@@ -28,6 +28,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
+        self.head_dim = config.head_dim
         width = (2 if config.kind == "eagle3" else 1) * config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries, bias=False)

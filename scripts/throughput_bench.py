@@ -28,8 +28,10 @@ from outrider.heads.fused import Teacher
 from outrider.heads.layers import Weights
 from outrider.scripts import peer_speculators
 from outrider.scripts.peer_trainer import run_peer
+from outrider.train import muon
 from outrider.train.assembly import DTYPES, build, features, lay_ground
 from outrider.train.loop import Loop
+from outrider.train.muon import Muon
 from outrider.train.objectives import EagleTask, EagleWork
 from outrider.train.parts import StepOutput
 from outrider.train.recipe import parse, to_yaml
@@ -55,7 +57,7 @@ class Settings:
     modes: tuple[str, ...] = ("fp32-1", "bf16-2")
     """Precision and threads: fp32-1, fp32-2, bf16-1, bf16-2."""
     optimizers: tuple[Literal["muon", "adamw"], ...] = ("muon", "adamw")
-    """Of both trainers alike; torch's Muon is half of our step and the same code in both."""
+    """Of both trainers alike; the peer takes torch's Muon."""
     steps: int = 12
     """Measured steps a round; three more warm up."""
     rounds: int = 2
@@ -172,7 +174,7 @@ def run_ours(recipe: Recipe, num_steps: int) -> Measured:
     parts_s |= {"head": parts_s.pop("forward") - loss, "loss": loss}
     tokens = sum(tokens for tokens, _ in timed)
     flop = counter.get_total_flops()
-    in_bf16 = newton_schulz_flop(loop)
+    in_bf16 = muon_flop(loop)
     peak = matmul_peak(DTYPES[recipe.run.precision])
     floor_s = (flop - in_bf16) / peak + in_bf16 / matmul_peak(torch.bfloat16)
     return Measured(
@@ -187,14 +189,13 @@ def run_ours(recipe: Recipe, num_steps: int) -> Measured:
     )
 
 
-def newton_schulz_flop(loop: Loop) -> int:
-    """Operations of Muon's iterations in one step, which torch always runs in bfloat16."""
+def muon_flop(loop: Loop) -> int:
+    """Operations of Muon's matrix products in one step."""
     found = 0
     for wrapped in loop.optimizers:
         optimizer = getattr(wrapped, "optimizer", wrapped)
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Muon) else ():
-            sizes = [sorted(value.shape) for value in group["params"]]
-            found += group["ns_steps"] * sum(4 * m * m * n + 2 * m**3 for m, n in sizes)
+        for group in optimizer.param_groups if isinstance(optimizer, Muon) else ():
+            found += sum(muon.flop(value, group["split"]) for value in group["params"])
     return found
 
 

@@ -4,7 +4,7 @@ Weights are fp32 masters; compute in bf16 happens under autocast and never touch
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outrider.heads.layers import Attention
+from outrider.train.muon import Muon, Split
 from outrider.train.schedule import check_range
 
 
@@ -20,7 +22,8 @@ class OptimSettings:
     """The optimiser: fp32 master weights whatever the compute precision."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon orthogonalises updates of the inner matrices; tables and norms stay with AdamW."""
+    """muon orthogonalises updates of the inner matrices (those of attention a head at a time);
+    tables and norms stay with AdamW."""
 
     lr: float = 1e-4
     """Peak learning rate."""
@@ -53,7 +56,7 @@ def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
     """Optimisers over the head's own parameters; each group remembers its peak rate."""
     named = [(name, value) for name, value in head.named_parameters() if value.requires_grad]
     is_inner = {name: value.ndim == 2 and "lm_head" not in name for name, value in named}
-    muon = [value for name, value in named if optim.optimizer == "muon" and is_inner[name]]
+    inner = [value for name, value in named if optim.optimizer == "muon" and is_inner[name]]
     rest = [value for name, value in named if not (optim.optimizer == "muon" and is_inner[name])]
     groups = [
         {
@@ -67,19 +70,30 @@ def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
     if groups:
         betas = (optim.beta1, optim.beta2)
         found.append(torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True))
-    if muon:
-        found.append(
-            torch.optim.Muon(
-                muon,
-                lr=optim.muon_lr,
-                weight_decay=optim.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+    if inner:
+        groups = [{"params": values, "split": split} for split, values in _by_split(head, inner)]
+        found.append(Muon(groups, lr=optim.muon_lr, weight_decay=optim.weight_decay))
     for optimizer in found:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
     return found
+
+
+def _by_split(
+    head: nn.Module, inner: Iterable[Tensor]
+) -> Iterator[tuple[Split | None, list[Tensor]]]:
+    """The matrices that Muon moves, grouped by the blocks into which they fall."""
+    splits = {}
+    for module in head.modules():
+        if isinstance(module, Attention):
+            size = module.head_dim
+            for part in (module.q_proj, module.k_proj, module.v_proj):
+                splits[id(part.weight)] = ("rows", size)
+            splits[id(module.o_proj.weight)] = ("columns", size)
+    found: dict[Split | None, list[Tensor]] = {}
+    for value in inner:
+        found.setdefault(splits.get(id(value)), []).append(value)
+    yield from found.items()
 
 
 def set_rate(optimizers: Iterable[Optimizer], share: float) -> None:
