@@ -1,10 +1,35 @@
 """From a target to the tables its draft heads borrow: the one place where data and heads meet."""
 
+import warnings
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from outrider.data.target import Target
-from outrider.heads import Tables
+from outrider.heads import EagleHead, Tables, load_head
+from outrider.heads.formats import read_notes
+
+
+def judged_head(
+    folder: str | Path, target: Target, *, dtype: torch.dtype = torch.float32
+) -> EagleHead:
+    """An exported head beside its target, on the target's device, ready to draft.
+
+    Warns where the head's notes name another target. Output stays exact then and acceptance
+    falls, which may be what is being measured: a base model's head on a fine-tuned target.
+    """
+    notes = read_notes(folder)
+    name, trained_on = notes.get("target"), notes.get("target_fingerprint")
+    # Hashing a large target takes a while: only where the names differ.
+    if trained_on is not None and name != target.name and trained_on != target.fingerprint():
+        warnings.warn(
+            f"{folder} was trained for {name} (hash {trained_on[:12]}), and this target is "
+            f"{target.name} (hash {target.fingerprint()[:12]}); what is drafted stays exact, but "
+            "may seldom be accepted",
+            stacklevel=2,
+        )
+    return load_head(folder, tables(target), dtype=dtype).to(target.device).eval()
 
 
 def tables(target: Target) -> Tables:

@@ -12,11 +12,10 @@ import tyro
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.bench import BenchSettings, Prompt, bench, table
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.provenance import file_hashes
 from outrider.eval.report import write_report
 from outrider.eval.texts import read_texts
-from outrider.heads import load_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
     target = Target.load(settings.target, dtype=dtype, device=settings.device)
-    head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
+    head = judged_head(settings.head, target, dtype=dtype)
     prompts = bench_prompts(settings.text, settings.per_kind, settings.bench.sampling)
     result = bench(target, head, prompts, settings.bench)
     print(table(result))

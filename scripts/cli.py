@@ -2,7 +2,9 @@
 
 import importlib
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -37,7 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_complain(f"no sub-command called {name!r}; choose one of {', '.join(COMMANDS)}"))
     module = importlib.import_module(f"outrider.scripts.{COMMANDS[name][0]}")
     try:
-        module.main(rest)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", module=r"outrider\.")
+            warnings.showwarning = _note
+            module.main(rest)
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except ValueError as error:
         if os.environ.get("OUTRIDER_TRACEBACK"):
             raise
@@ -61,6 +70,10 @@ def usage() -> str:
             "OUTRIDER_TRACEBACK=1 shows where an error came from.",
         ]
     )
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"note: {message}", file=sys.stderr)
 
 
 def _complain(message: str) -> int:

@@ -17,11 +17,10 @@ from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.metrics import count
 from outrider.eval.plans import DrawnPlan, is_drawn, plan_named
 from outrider.eval.rules import rule_named
-from outrider.heads import load_head
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -145,7 +144,7 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     if settings.head is None:
         return None
     dtype = getattr(torch, settings.dtype)
-    head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
+    head = judged_head(settings.head, target, dtype=dtype)
     plan, decoding = plan_named(settings.draft), settings.decoding
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
     if decoding.rule is not None and not isinstance(plan, DrawnPlan):

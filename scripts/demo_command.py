@@ -21,13 +21,12 @@ from outrider.eval.bench import BenchSettings, bench
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.evaluate import evaluate
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.passage import passage
 from outrider.eval.plans import plan_named
 from outrider.eval.provenance import file_hashes
 from outrider.eval.report import build_report, read_training
 from outrider.eval.texts import read_texts
-from outrider.heads import load_head
 from outrider.scripts.bench_command import bench_prompts
 from outrider.scripts.eval_command import demo_trace
 
@@ -154,7 +153,7 @@ class Stages:
 def measure(best: Path, size: Size) -> dict[str, Any]:
     """Exact offline acceptance on held-out text, greedy and sampled, in float32."""
     target = Target.load(TARGET)
-    head = load_head(best, tables(target)).eval()
+    head = judged_head(best, target)
     traces = {
         f"T={temperature:g}": demo_trace(target, [head], temperature, size.traced_per_kind)
         for temperature in (0.0, 1.0)
@@ -165,7 +164,7 @@ def measure(best: Path, size: Size) -> dict[str, Any]:
 def race(best: Path, size: Size) -> dict[str, Any]:
     """Wall clock against plain decoding, in bfloat16."""
     target = Target.load(TARGET, dtype=torch.bfloat16)
-    head = load_head(best, tables(target), dtype=torch.bfloat16).eval()
+    head = judged_head(best, target, dtype=torch.bfloat16)
     settings = BenchSettings(
         drafts=size.timed_drafts, repeats=1, max_new_tokens=size.timed_tokens, ignore_eos=False
     )
@@ -176,7 +175,7 @@ def race(best: Path, size: Size) -> dict[str, Any]:
 def colour(best: Path, size: Size) -> dict[str, Any]:
     """One held-out answer in float32, which must be plain decoding's, token for token."""
     target = Target.load(TARGET)
-    drafter = EagleDrafter(load_head(best, tables(target)).eval(), plan_named(PASSAGE_DRAFT))
+    drafter = EagleDrafter(judged_head(best, target), plan_named(PASSAGE_DRAFT))
     decoding = Decoding(max_new_tokens=2 * size.timed_tokens)
     text = next(
         text for text in read_texts(HELDOUT, decoding.sampling) if text.kind == PASSAGE_KIND

@@ -13,14 +13,14 @@ from outrider.data.files import cache_root
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.evaluate import evaluate, table
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.plans import plan_named
 from outrider.eval.provenance import file_hashes
 from outrider.eval.report import write_report
 from outrider.eval.texts import hash_texts, read_texts
 from outrider.eval.traces import Trace, build_trace
-from outrider.heads import EagleHead, load_head
+from outrider.heads import EagleHead
 
 _DEMO = "demo:heldout"
 
@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def load_heads(folders: Sequence[str], target: Target) -> dict[str, EagleHead]:
     """Heads by a short name that tells them apart."""
-    lent, names = tables(target), short_names(folders, parts=2)
-    return {names[folder]: load_head(folder, lent).eval() for folder in folders}
+    names = short_names(folders, parts=2)
+    return {names[folder]: judged_head(folder, target) for folder in folders}
 
 
 def short_names(folders: Sequence[str], *, parts: int) -> dict[str, str]:

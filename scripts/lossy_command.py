@@ -15,11 +15,10 @@ from outrider.data.target import Target
 from outrider.eval.bias import Bias, bias, decode_lossy
 from outrider.eval.decode import Decoding
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.lossy import LOSSY_RULES, LossyRule, ensemble, nucleus, threshold, typical
 from outrider.eval.plans import ChainPlan, plan_named
 from outrider.eval.texts import read_texts
-from outrider.heads import load_head
 
 Name = Literal["typical", "nucleus", "threshold", "ensemble"]
 
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     dtype = getattr(torch, settings.dtype)
     target = Target.load(settings.target, dtype=dtype, device=settings.device)
-    head = load_head(settings.head, tables(target), dtype=dtype).to(settings.device).eval()
+    head = judged_head(settings.head, target, dtype=dtype)
     # Only the prompts count: any answers to them will do.
     prompts: dict[tuple[int, ...], str] = {}
     for text in read_texts(settings.text, Sampling(), per_kind=settings.per_kind):

@@ -9,11 +9,10 @@ import tyro
 
 from outrider.data.target import Target
 from outrider.eval.calibrate import accept_by_rank, grow_by_hits, grow_by_rank, text_ranks
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.plans import write_static
 from outrider.eval.provenance import file_hashes
 from outrider.eval.traces import Trace
-from outrider.heads import load_head
 from outrider.scripts.eval_command import demo_trace
 
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fit and write a tree."""
     settings = tyro.cli(TreeSettings, args=argv, prog="outrider tree")
     target = Target.load(settings.target)
-    head = load_head(settings.head, tables(target)).eval()
+    head = judged_head(settings.head, target)
     if settings.trace is None:
         trace = demo_trace(target, [head], 0.0, settings.per_kind)
     else:

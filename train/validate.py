@@ -9,11 +9,10 @@ from typing import Any
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.link import tables
+from outrider.eval.link import judged_head
 from outrider.eval.offline import score_chain
 from outrider.eval.texts import Text, read_texts
 from outrider.eval.traces import Trace, build_trace
-from outrider.heads.formats import load_head
 from outrider.train.parts import Score
 from outrider.train.settings import DataSettings
 
@@ -67,7 +66,7 @@ def judge(trace: Trace, target: Target, depth: int) -> Callable[[Path], Score]:
     """Scores an exported folder: exact tokens per target call for chains up to `depth`."""
 
     def score(folder: Path) -> Score:
-        head = load_head(folder, tables(target)).eval()
+        head = judged_head(folder, target)
         found = score_chain(head, trace, target, lengths=range(1, depth + 1))
         longest = found[depth]
         details: dict[str, Any] = {

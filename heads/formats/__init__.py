@@ -1,5 +1,6 @@
 """Published layouts of draft heads: write, read, and what each engine assumes."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from outrider.heads.config import EagleConfig
 from outrider.heads.eagle import EagleHead
 from outrider.heads.formats import native, speculators
-from outrider.heads.formats.files import check_tensors, read_folder, write_folder
+from outrider.heads.formats.files import CONFIG, check_tensors, read_folder, write_folder
 from outrider.heads.tables import Tables
 
 __all__ = ["load_head", "save_head"]
@@ -57,6 +58,15 @@ def load_head(
     check_tensors(named, head.state_dict(), str(folder))
     head.load_state_dict(named)
     return head.attach(tables)
+
+
+def read_notes(folder: str | Path) -> dict[str, Any]:
+    """The provenance that `save_head` was given; empty for heads of other makers."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        return {}
+    ours = json.loads(path.read_text(encoding="utf-8")).get("outrider") or {}
+    return {key: value for key, value in ours.items() if key != "head"}
 
 
 def _complete(named: dict[str, Tensor], config: EagleConfig, where: str) -> dict[str, Tensor]:

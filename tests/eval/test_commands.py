@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,3 +187,35 @@ def test_damaged_heads_and_traces_are_named(files: Path, tmp_path: Path) -> None
         with pytest.raises(ValueError, match=f"{path.name} is damaged"):
             eval_command.main(arguments)
         path.write_bytes(whole)
+
+
+def test_a_head_of_another_target_is_noted(
+    files: Path, tiny_head: EagleHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(files, "--out", str(tmp_path / "t"), "--layers", "1", "3", "5")
+    here = Target.load(str(files / "target"))
+    arguments = ["--target", str(files / "target"), "--trace", str(tmp_path / "t")]
+    for number, (name, fingerprint, is_noted) in enumerate(
+        [
+            ("elsewhere", "0123456789abcdef", True),
+            ("moved", here.fingerprint(), False),
+            (here.name, "0123456789abcdef", False),  # the same name is taken at its word
+        ]
+    ):
+        notes = {"target": name, "target_fingerprint": fingerprint}
+        head = save_head(tiny_head, tmp_path / f"head{number}", provenance=notes)
+        outrider(["eval", *arguments, "--draft", "chain:1", "--head", str(head)])
+        said = capsys.readouterr().err
+        assert ("was trained for elsewhere (hash 0123456789ab)" in said) is is_noted
+        assert ("note: " in said) is is_noted
+
+
+def test_a_reader_that_closes_early_sees_no_traceback(files: Path) -> None:
+    command = [sys.executable, "-m", "outrider.scripts.cli", "toy", "--texts", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        said = run.stderr.read()
+    assert said == b""
+    assert run.returncode == 141
