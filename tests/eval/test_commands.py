@@ -1,6 +1,7 @@
 """The trace, eval and bench commands from files to report, and what they refuse."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -219,3 +220,61 @@ def test_a_reader_that_closes_early_sees_no_traceback(files: Path) -> None:
         said = run.stderr.read()
     assert said == b""
     assert run.returncode == 141
+
+
+@pytest.mark.parametrize("method", ["hits", "rank"])
+def test_a_fitted_tree_scores_what_its_fit_said(
+    method: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(files, "--out", str(tmp_path / "t"), "--layers", "1", "3", "5")
+    head = str(files / "run" / "good")
+    command = ["--target", str(files / "target"), "--head", head, "--trace", str(tmp_path / "t")]
+    tree = tmp_path / "tree.json"
+    fit = ["--out", str(tree), "--nodes", "6", "--depth", "3", "--width", "3", "--method", method]
+    outrider(["tree", *command, *fit])
+    said = capsys.readouterr().out
+    notes = json.loads(tree.read_text())
+    assert len(notes["paths"]) == 6
+    assert notes["notes"]["method"] == method
+    assert f"use it with --draft static:{tree}" in said
+    assert f"{notes['notes']['accepted']:.3f} accepted a round" in said
+
+    out = tmp_path / "eval.json"
+    drafts = ["--draft", f"static:{tree}", "chain:1", "tree:3,3,6"]
+    outrider(["eval", *command, *drafts, "--out", str(out)])
+    results = {one["draft"]: one for one in json.loads(out.read_text())["evaluation"]["results"]}
+    # The tree was fitted to this very text: it accepts at least what one likeliest token does.
+    assert results[f"static:{tree}"]["tau"]["value"] >= results["chain:1"]["tau"]["value"]
+    if method == "hits":  # counted over every start of the text, not over a round's starts alone
+        assert notes["notes"]["accepted"] + 1 == pytest.approx(
+            results[f"static:{tree}"]["tau"]["value"], rel=0.25
+        )
+
+
+def test_lossy_rules_are_marked_and_measured(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["lossy", "--target", str(files / "target"), "--head", str(files / "run" / "good")]
+    command += ["--text", str(files / "rows.jsonl"), "--per-kind", "1", "--max-new-tokens", "8"]
+    outrider([*command, "--out", str(tmp_path / "lossy.json")])
+    said = capsys.readouterr().out
+    assert said.startswith("INEXACT: these texts are not the target's. chain:3, 2 prompts")
+    rows = {row["rule"]: row for row in json.loads((tmp_path / "lossy.json").read_text())}
+    assert set(rows) == {"typical", "nucleus", "threshold", "ensemble"}
+    assert all(row["exact"] is False for row in rows.values())
+    exact = ["--rule", "threshold", "ensemble", "--accept", "1", "--weight", "1"]
+    outrider([*command, *exact, "--out", str(tmp_path / "exact.json")])
+    for row in json.loads((tmp_path / "exact.json").read_text()):
+        assert row["tv_per_step"] == pytest.approx(0, abs=1e-6), row["rule"]
+    assert rows["typical"]["tv_per_step"] > 0.01
+    capsys.readouterr()
+    for more, message in (
+        (["--temperature", "0"], "lossy rules are measured above 0"),
+        (["--draft", "tree:2,2,4"], "judges drawn chains"),
+        (["--out", "x.txt"], "name a file that ends in .json"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            outrider([*command, *more])
+        assert stopped.value.code == 2
+        said = " ".join(re.findall(r"[^\s│|]+", capsys.readouterr().err))  # tyro draws a box
+        assert message in said
