@@ -9,7 +9,7 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.rules import rule_named
 from outrider.eval.traces import Trace, TraceRow
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 _BATCH_TOKENS = 4096
 _SCORED = ("greedy", "rejection", "match", "point_mass", "one_coin")
@@ -43,11 +43,11 @@ def check_match(trace: Trace, target: Target) -> None:
 
 
 def batches(
-    trace: Trace, head: EagleHead, rows: Sequence[int] | None = None
+    trace: Trace, head: DraftHead, rows: Sequence[int] | None = None
 ) -> Iterator[list[TraceRow]]:
     """Rows of like length, a few thousand padded tokens at a time."""
     chosen = sorted(range(len(trace)) if rows is None else rows, key=lambda i: trace.lengths[i])
-    layers = head.config.aux_layers if head.config.kind == "eagle3" else ()
+    layers = head.config.aux_layers
     group: list[int] = []
     for index in [*chosen, None]:
         full = index is None or (len(group) + 1) * trace.lengths[index] > _BATCH_TOKENS

@@ -23,7 +23,7 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
 from outrider.eval.plans import is_drawn, plan_named
 from outrider.eval.stats import median
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 PLAIN = "plain"
 
@@ -77,7 +77,7 @@ class Timing(NamedTuple):
 
 def bench(
     target: Target,
-    head: EagleHead,
+    head: DraftHead,
     prompts: Sequence[Prompt],
     settings: BenchSettings | None = None,
     *,
@@ -139,7 +139,7 @@ def _no_collection() -> Generator[None]:
 
 
 def _run_all(
-    target: Target, head: EagleHead, prompts: Sequence[Prompt], settings: BenchSettings
+    target: Target, head: DraftHead, prompts: Sequence[Prompt], settings: BenchSettings
 ) -> list[Timing]:
     drafts = [PLAIN, *settings.drafts]
     for draft in drafts:  # memory is mapped and kernels are chosen in the first run of each
@@ -160,7 +160,7 @@ def _run_all(
 
 def _decode(
     target: Target,
-    head: EagleHead,
+    head: DraftHead,
     prompt: Prompt,
     draft: str,
     settings: BenchSettings,

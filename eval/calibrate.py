@@ -18,7 +18,7 @@ from outrider.eval.batching import batches, check_match
 from outrider.eval.contexts import DraftVocabulary
 from outrider.eval.offline import Contexts, hidden_steps
 from outrider.eval.traces import Trace
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 _CHUNK = 512
 
@@ -47,7 +47,7 @@ class Ranks:
 
 @torch.no_grad()
 def text_ranks(
-    head: EagleHead,
+    head: DraftHead,
     trace: Trace,
     target: Target,
     *,
@@ -77,7 +77,7 @@ def text_ranks(
             inside_N = inside_N[context.position_N[inside_N] + step - 2 < limit]
             for part_N in inside_N.split(_CHUNK):
                 token_N = ids[context.row_N[part_N], context.position_N[part_N] + step]
-                logits_NW = head.draft_logits(hidden_ND[part_N.to(hidden_ND.device)]).cpu()
+                logits_NW = head.draft_logits(hidden_ND[part_N.to(hidden_ND.device)], step).cpu()
                 top_NW = logits_NW.topk(min(width, head.config.num_proposable), dim=-1).indices
                 is_hit_NW = top_NW == slot_V[token_N][:, None]
                 hit_N = is_hit_NW.int().argmax(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 
 class Place(NamedTuple):
@@ -54,7 +54,7 @@ class DraftVocabulary(NamedTuple):
     """Draft id of a target token, -1 where the head cannot propose it."""
 
     @classmethod
-    def of(cls, head: EagleHead) -> "DraftVocabulary":
+    def of(cls, head: DraftHead) -> "DraftVocabulary":
         """Read the map of a head; padding rows of a full vocabulary do not count."""
         ids_W = head.draft_ids_W.cpu()
         num = head.config.num_proposable

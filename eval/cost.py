@@ -12,12 +12,12 @@ import torch
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.target import Target
-from outrider.heads import EagleHead, HeadCache
+from outrider.heads import DraftHead, HeadCache
 
 
 def cost(
     target: Target,
-    head: EagleHead,
+    head: DraftHead,
     *,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
     context: int = 128,
@@ -73,10 +73,10 @@ def _verify(target: Target, context: int, num_new: int) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def _draft_step(head: EagleHead, context: int) -> Callable[[], None]:
+def _draft_step(head: DraftHead, context: int) -> Callable[[], None]:
     """One step of a chain over a full cache, output head and choice included."""
     cache = HeadCache()
-    device, dtype = head.fc.weight.device, head.fc.weight.dtype
+    device, dtype = head.device, head.dtype
     feature_1TD = torch.zeros(1, context, head.config.hidden_size, device=device, dtype=dtype)
     ids_1T = torch.arange(context, device=device)[None] % head.config.tokenizer_size
     head.step(feature_1TD, ids_1T, torch.arange(context, device=device)[None], cache)

@@ -12,12 +12,12 @@ from outrider.eval.offline_tree import score_tree
 from outrider.eval.plans import ChainPlan, DrawnPlan, plan_named
 from outrider.eval.scores import Score, difference, summary
 from outrider.eval.traces import Trace
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 
 def evaluate(
     target: Target,
-    heads: Mapping[str, EagleHead],
+    heads: Mapping[str, DraftHead],
     traces: Mapping[str, Trace],
     drafts: Sequence[str],
     *,
@@ -121,7 +121,7 @@ def table(evaluation: Mapping[str, Any]) -> str:
 
 
 def _score_all(
-    head: EagleHead, trace: Trace, target: Target, drafts: Sequence[str], rule: str | None
+    head: DraftHead, trace: Trace, target: Target, drafts: Sequence[str], rule: str | None
 ) -> dict[str, Score]:
     plans = {draft: plan_named(draft) for draft in drafts}
     lengths = [plan.length for plan in plans.values() if isinstance(plan, ChainPlan)]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from outrider.data.target import Target
-from outrider.heads import EagleHead, Tables, load_head
+from outrider.heads import DraftHead, Tables, load_head
 from outrider.heads.formats import read_notes
 
 
 def judged_head(
     folder: str | Path, target: Target, *, dtype: torch.dtype = torch.float32
-) -> EagleHead:
+) -> DraftHead:
     """An exported head beside its target, on the target's device, ready to draft.
 
     Warns where the head's notes name another target. Output stays exact then and acceptance
@@ -33,7 +33,7 @@ def judged_head(
 
 
 def tables(target: Target) -> Tables:
-    """The frozen tables of a target, for `EagleHead.attach`."""
+    """The frozen tables of a target, for `DraftHead.attach`."""
     return Tables(
         embedding_VH=target.embedding_VH,
         output_VH=target.output_VH,

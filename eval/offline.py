@@ -6,6 +6,7 @@ vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,8 @@ from outrider.eval.contexts import DraftVocabulary, Place, target_law
 from outrider.eval.renewal import Renewal, renewal, survival
 from outrider.eval.scores import PLACE_BIN, Score, join
 from outrider.eval.traces import Trace, TraceRow
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 from outrider.heads.plan import RowPlan
-from outrider.heads.unroll import unroll
 
 _CHUNK = 128
 
@@ -47,7 +47,7 @@ class Coins(NamedTuple):
 
 
 def score_chain(
-    head: EagleHead,
+    head: DraftHead,
     trace: Trace,
     target: Target,
     *,
@@ -58,7 +58,8 @@ def score_chain(
     """Score chains of several lengths in one pass; the key of a score is its length.
 
     Args:
-        head: The head, attached to the target's tables.
+        head: The head, attached to the target's tables. It drafts no more than it can: a longer
+            chain than that scores like the longest.
         trace: The target's own text with its states.
         target: Only its output head is used, and only for sampled text.
         lengths: Chain lengths to report, each 1 or more.
@@ -70,14 +71,15 @@ def score_chain(
     check_match(trace, target)
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths is {list(lengths)}; give chain lengths of 1 or more")
-    depth = max(lengths)
+    depth = min(max(lengths), head.config.max_drafts)
     parts: dict[int, list[Score]] = {length: [] for length in lengths}
     for batch in batches(trace, head, rows):
         coins = _coins(head, batch, target, trace.sampling, rule, depth)
         tokens_B = torch.tensor([row.num_tokens for row in batch])
         solved = renewal(coins.accept, tokens_B)
         for length in parts:
-            parts[length].append(_score(batch, coins, solved, tokens_B, length, rule))
+            part = _score(batch, coins, solved, tokens_B, min(length, depth), rule)
+            parts[length].append(replace(part, draft=f"chain:{length}"))
     wanted = [trace.row_ids[i] for i in (range(len(trace)) if rows is None else rows)]
     return {length: in_order(join(found), wanted) for length, found in parts.items()}
 
@@ -90,7 +92,7 @@ def in_order(score: Score, row_ids: Sequence[str]) -> Score:
 
 @torch.no_grad()
 def _coins(
-    head: EagleHead,
+    head: DraftHead,
     batch: Sequence[TraceRow],
     target: Target,
     sampling: Sampling,
@@ -109,7 +111,7 @@ def _coins(
             # The draft of depth `step` for a context belongs to the round that started before.
             n = (context.place_N[span_N] > step).nonzero()[:, 0]
             root_N = (span_N[n] - step).to(hidden_KND[step].device)
-            logits_NW = head.draft_logits(hidden_KND[step][root_N]).float().cpu()
+            logits_NW = head.draft_logits(hidden_KND[step][root_N], step).float().cpu()
             found = judge.coins(n, logits_NW, rule)
             # As in decoding: no draft runs at a position that the head was not made for.
             is_drafted_N = context.position_N[span_N[n]] - 2 < head.config.max_position_embeddings
@@ -143,10 +145,11 @@ class Contexts(NamedTuple):
 
 
 def hidden_steps(
-    head: EagleHead, batch: Sequence[TraceRow], context: Contexts, depth: int
+    head: DraftHead, batch: Sequence[TraceRow], context: Contexts, depth: int
 ) -> list[Tensor]:
-    """The head's output for every start, step by step: depth times [N, D]."""
-    device = head.fc.weight.device
+    """What the head carries for every start, [N, D] for each of its first `depth` drafts."""
+    depth = min(depth, head.config.max_drafts)
+    device = head.device
     ids_BS, aux_BSF, last_BSH = (
         side_by_side(batch, name).to(device) for name in ("ids_T", "aux_TF", "last_TH")
     )
@@ -157,7 +160,7 @@ def hidden_steps(
     root_N = context.row_N * ids_BS.shape[1] + context.position_N - 2
     plan = RowPlan.from_rows(root_N, document_BS, depth).to(device)
     feature_BSD = head.project(aux_BSF, last_BSH)
-    return unroll(head, feature_BSD, ids_BS, position_BS.to(device), plan)
+    return head.unroll(feature_BSD, ids_BS, position_BS.to(device), plan)
 
 
 class _Judge:

@@ -25,13 +25,13 @@ from outrider.eval.rules import rule_named
 from outrider.eval.scores import Score, join
 from outrider.eval.traces import Trace, TraceRow
 from outrider.eval.tree import Tree
-from outrider.heads import EagleHead, HeadCache
+from outrider.heads import DraftHead, HeadCache
 
 _CHUNK = 128
 
 
 def score_tree(
-    head: EagleHead,
+    head: DraftHead,
     trace: Trace,
     target: Target,
     plan: LikeliestPlan,
@@ -106,7 +106,7 @@ class _Walk:
 
 
 @torch.no_grad()
-def _walk_all(head: EagleHead, walks: Sequence[_Walk], plan: LikeliestPlan) -> None:
+def _walk_all(head: DraftHead, walks: Sequence[_Walk], plan: LikeliestPlan) -> None:
     while going := [walk for walk in walks if not walk.is_done]:
         grower = _Grower(head, [walk.row for walk in going], plan)
         # Finished rows ride along; once they are half of the batch it is cheaper to start afresh.
@@ -120,11 +120,11 @@ def _walk_all(head: EagleHead, walks: Sequence[_Walk], plan: LikeliestPlan) -> N
 class _Grower:
     """Grows the trees of several rows at once over one cache of their texts."""
 
-    def __init__(self, head: EagleHead, rows: Sequence[TraceRow], plan: LikeliestPlan) -> None:
+    def __init__(self, head: DraftHead, rows: Sequence[TraceRow], plan: LikeliestPlan) -> None:
         self._head, self._plan, self._ids_W = head, plan, head.draft_ids_W
         self._width = min(plan.width, head.config.num_proposable)
         self._limit = head.config.max_position_embeddings
-        self._device = head.fc.weight.device
+        self._device = head.device
         self._ids_BS, aux_BSF, last_BSH = (
             side_by_side(rows, name).to(self._device) for name in ("ids_T", "aux_TF", "last_TH")
         )
@@ -148,7 +148,8 @@ class _Grower:
         seen_BNR = torch.zeros(len(roots), 1, 0, dtype=torch.bool, device=device)
         parent_BN = torch.zeros(len(roots), 1, dtype=torch.long, device=device)
         # As in decoding: the draft of depth d runs at position root + d - 1, below the limit.
-        depths = [min(self._plan.depth, self._limit - root) for root in roots]
+        deepest = min(self._plan.depth, self._head.config.max_drafts)
+        depths = [min(deepest, self._limit - root) for root in roots]
         length = self._cache.length
         for level in range(max(depths)):
             if level:
@@ -157,7 +158,7 @@ class _Grower:
                 seen_BNR = torch.cat([seen_BNR[every_B[:, None], parent_BN], own_BNN], -1)
                 fed_BND = hidden_BND[every_B[:, None], parent_BN]
                 hidden_BND = self._step(fed_BND, growths, root_B, level, seen_BNR)
-            parent_BN = self._add_level(hidden_BND, growths, [level < depth for depth in depths])
+            parent_BN = self._add_level(hidden_BND, growths, depths, level)
         self._cache.truncate(length)
         return [growth.select(self._plan.nodes) for growth in growths]
 
@@ -178,20 +179,22 @@ class _Grower:
         ids_BN = torch.tensor(filled, device=self._device)
         position_BN = (root_B + level)[:, None].expand(-1, num_new)
         mask_BNS = torch.cat([text_BNS, seen_BNR], -1)
-        return self._head.step(fed_BND, ids_BN, position_BN, self._cache, mask_BNS[:, None])
+        return self._head.step(
+            fed_BND, ids_BN, position_BN, self._cache, mask_BNS[:, None], depth=level
+        )
 
     def _add_level(
-        self, hidden_BND: Tensor, growths: Sequence[Growth], is_open: Sequence[bool]
+        self, hidden_BND: Tensor, growths: Sequence[Growth], depths: Sequence[int], level: int
     ) -> Tensor:
         """Hang children under the frontiers; returns where each new one's parent was, [B, N]."""
-        logits_BNW = self._head.draft_logits(hidden_BND)
+        logits_BNW = self._head.draft_logits(hidden_BND, level)
         top = logits_BNW.topk(self._width, dim=-1)
         log_probs = (top.values - logits_BNW.logsumexp(-1, keepdim=True)).tolist()
         tokens = self._ids_W[top.indices].tolist()
         parents: list[list[int]] = []
         for b, growth in enumerate(growths):
             slot = {node: index for index, node in enumerate(growth.frontier)}
-            if is_open[b]:
+            if level < depths[b]:
                 growth.add_level(log_probs[b], tokens[b], self._plan.width)
                 parents.append([slot[growth.parents[node]] for node in growth.frontier])
             else:
@@ -206,7 +209,7 @@ def _fill(values: list[int], length: int) -> list[int]:
 
 
 def _score(
-    head: EagleHead,
+    head: DraftHead,
     walks: Sequence[_Walk],
     target: Target,
     sampling: Sampling,

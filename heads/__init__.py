@@ -1,21 +1,25 @@
 """Draft heads: the networks, their mathematics and their published layouts."""
 
+from outrider.heads.base import DraftHead, States
 from outrider.heads.cache import HeadCache
-from outrider.heads.config import EagleConfig
-from outrider.heads.eagle import EagleHead
+from outrider.heads.config import HeadConfig
+from outrider.heads.eagle import EagleConfig, EagleHead
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.kinds import CONFIGS, HEADS
 from outrider.heads.plan import RowPlan
 from outrider.heads.tables import Tables
 from outrider.heads.unroll import unroll
 
-HEADS = {"eagle": EagleHead}
-
 __all__ = [
+    "CONFIGS",
     "HEADS",
+    "DraftHead",
     "EagleConfig",
     "EagleHead",
     "HeadCache",
+    "HeadConfig",
     "RowPlan",
+    "States",
     "Tables",
     "load_head",
     "save_head",

@@ -25,6 +25,10 @@ class HeadCache:
         self.length = end
         return key[:, :, :end], value[:, :, :end]
 
+    def skip(self, num_rows: int) -> None:
+        """Count rows of a head that attends to nothing, so that it keeps no keys."""
+        self.length += num_rows
+
     def truncate(self, length: int) -> None:
         """Forget every entry from `length` on."""
         if not 0 <= length <= self.length:

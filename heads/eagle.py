@@ -9,41 +9,122 @@ Letters: B rows, T positions, N any positions, F fused feature inputs, H target 
 D draft hidden size, V target vocabulary, W draft vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from typing_extensions import override
 
-from outrider.heads.cache import HeadCache
-from outrider.heads.config import EagleConfig
-from outrider.heads.layers import Layer, Norm, Weights, attend, mlp, rms_norm, split_heads
-from outrider.heads.rope import cos_sin, rotary, rotate
-from outrider.heads.tables import START_NORM, Tables, bend, leading_directions, to_device
-from outrider.heads.vocab import check_draft_ids, offsets, selected
+from outrider.heads.config import (
+    DecoderConfig,
+    decoder_sizes,
+    default_aux_layers,
+    shared_sizes,
+    text_config,
+)
+from outrider.heads.decoder import RecurrentHead, layer_weights
+from outrider.heads.layers import Layer, Norm, Weights, rms_norm
+from outrider.heads.tables import START_NORM, leading_directions
 
 
-class EagleHead(nn.Module):
-    """A draft head. Parameters bear the published names; `attach` lends it the target's tables."""
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DecoderConfig):
+    """Everything that fixes the shape and the arithmetic of an EAGLE head."""
+
+    KINDS: ClassVar[tuple[str, ...]] = ("eagle3", "eagle1")
+    kind: str = "eagle3"
+    """eagle3 (fused layers, own output head) or eagle1 (last state, the target's output head)."""
+    own_embedding: bool = False
+    """The head ships embed_tokens of its own width; needed when hidden sizes differ."""
+    norm_before_residual: bool = False
+    """The residual is the normalised feature (vLLM only)."""
+    norm_before_fc: bool = False
+    """One norm over the concatenated features before fc (3.1)."""
+    fc_norm: bool = False
+    """One norm per feature layer before fc (3.1)."""
+    norm_output: bool = False
+    """The state handed to the next step is the one after the final norm (3.1)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; choose one of them")
+        differs = self.hidden_size != self.target_hidden_size
+        if self.kind == "eagle3":
+            self.check_layers()
+            if differs and not self.own_embedding:
+                raise ValueError(
+                    f"hidden_size is {self.hidden_size} but the target's is "
+                    f"{self.target_hidden_size}; engines then need own_embedding=True"
+                )
+            return
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        wrong = [name for name in flags if getattr(self, name)]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} set for an eagle1 head; those are eagle3 flags")
+        if differs or self.is_reduced or self.aux_layers:
+            raise ValueError(
+                "an eagle1 head shares the target's output head and last state, so its "
+                f"hidden_size must be {self.target_hidden_size} (is {self.hidden_size}), its "
+                f"draft_vocab_size {self.vocab_size} (is {self.draft_vocab_size}) and its "
+                f"aux_layers empty (are {self.aux_layers}); use kind='eagle3' to choose them"
+            )
+
+    @classmethod
+    @override
+    def from_target(
+        cls,
+        target: PreTrainedConfig | Mapping[str, Any],
+        *,
+        kind: str = "eagle3",
+        aux_layers: Sequence[int] | None = None,
+        hidden_size: int | None = None,
+        intermediate_size: int | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Geometry for a target given as its transformers config or the dictionary of one.
+
+        Nested multimodal configs are entered. `settings` are tokenizer_size, draft_vocab_size and
+        max_position_embeddings (the target's where left out), the norm flags and own_embedding.
+        """
+        text = text_config(target)
+        is_eagle3 = kind == "eagle3"
+        if aux_layers is None:
+            aux_layers = default_aux_layers(int(text["num_hidden_layers"])) if is_eagle3 else ()
+        is_wide = hidden_size in (None, int(text["hidden_size"]))
+        settings.setdefault("own_embedding", is_eagle3 and not is_wide)
+        sizes = ("tokenizer_size", "draft_vocab_size", "max_position_embeddings")
+        given = {name: settings.pop(name) for name in sizes if name in settings}
+        return cls(
+            kind=kind,
+            aux_layers=tuple(aux_layers),
+            **shared_sizes(text, hidden_size=hidden_size, **given),
+            **decoder_sizes(text, intermediate_size),
+            **settings,
+        )
+
+
+class EagleHead(RecurrentHead):
+    """An EAGLE-1 or EAGLE-3 head."""
+
+    config: EagleConfig
 
     def __init__(self, config: EagleConfig, draft_ids_W: Tensor | None = None) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, draft_ids_W)
         width, num_layers = config.hidden_size, len(config.aux_layers)
-        self.tables: Tables | None = None
-        self._rotary = rotary(config.rope, config.head_dim)
-        self._cast: dict[torch.dtype, Tensor] = {}
-        self._add_vocabulary(draft_ids_W)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
             self.embed_tokens.requires_grad_(width != config.target_hidden_size)
         if config.kind == "eagle1":
             self.fc = nn.Linear(2 * width, width, bias=False)
-            self.layers = nn.ModuleList([Layer(config)])
+            self.layers = nn.ModuleList([Layer(config, width)])
         else:
             self.fc = nn.Linear(num_layers * config.target_hidden_size, width, bias=False)
-            self.midlayer = Layer(config)
+            self.midlayer = Layer(config, 2 * width, ("hidden_norm", "input_layernorm"))
             self.norm = Norm(width)
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.norm_before_fc:
@@ -51,22 +132,6 @@ class EagleHead(nn.Module):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size) for _ in config.aux_layers)
         self.reset()
-
-    def _add_vocabulary(self, draft_ids_W: Tensor | None) -> None:
-        config = self.config
-        if not config.is_reduced:
-            if draft_ids_W is not None:
-                raise ValueError("draft ids given for a full draft vocabulary; leave them out")
-            self._all_ids = nn.Buffer(torch.arange(config.vocab_size), persistent=False)
-            return
-        if draft_ids_W is None:
-            raise ValueError(
-                f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size} and no "
-                "draft ids are given; choose them with outrider.heads.vocab.choose"
-            )
-        check_draft_ids(draft_ids_W, config)
-        self.d2t = nn.Buffer(offsets(draft_ids_W))
-        self.t2d = nn.Buffer(selected(draft_ids_W, config.vocab_size))
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -77,6 +142,7 @@ class EagleHead(nn.Module):
             elif isinstance(module, Norm):
                 nn.init.ones_(module.weight)
 
+    @override
     @torch.no_grad()
     def start_from_target(self) -> Self:
         """Begin a new EAGLE-3 head near its target; heads/tables.py says why."""
@@ -95,62 +161,15 @@ class EagleHead(nn.Module):
         self.lm_head.weight.copy_(rows)
         return self
 
-    # Tables of the target
+    @property
+    @override
+    def own_outputs(self) -> list[nn.Parameter]:
+        return [] if self.config.kind == "eagle1" else [self.lm_head.weight]
 
-    def attach(self, tables: Tables) -> Self:
-        """Lend the target's tables. They are not parameters and never in the state dict."""
-        rows, width = tables.output_VH.shape
-        wanted = (self.config.vocab_size, self.config.target_hidden_size)
-        if (rows, width) != wanted:
-            raise ValueError(
-                f"the target's output head is {rows} x {width} but this head was made for "
-                f"{wanted[0]} x {wanted[1]}; pair it with its own target"
-            )
-        self.tables = to_device(tables, self.fc.weight.device)
-        self._cast = {}
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        if self.tables is not None:
-            self.attach(self.tables)
-        return self
-
-    def lent(self) -> Tables:
-        """The tables, or an error that says how to lend them."""
-        if self.tables is None:
-            raise ValueError("the head has no target tables; call head.attach(tables) first")
-        return self.tables
-
-    def teacher_rows(self, dtype: torch.dtype) -> Tensor:
-        """Rows of the target's output head for every proposable draft id, in this dtype; cached."""
-        if dtype not in self._cast:
-            ids_W = self.draft_ids_W[: self.config.num_proposable]
-            table_VH = self.lent().output_VH
-            whole = ids_W.shape[0] == table_VH.shape[0]
-            self._cast[dtype] = (table_VH if whole else table_VH[ids_W]).to(dtype)
-        return self._cast[dtype]
-
-    # Arithmetic
-
-    def weights(self, dtype: torch.dtype | None = None) -> Weights:
-        """The layer's weights, cast if asked: once per training step, never for inference."""
-        layer = self.layer
-        attention, gated = layer.self_attn, layer.mlp
-        raw: list[Tensor] = [
-            self.fc.weight,
-            attention.q_proj.weight,
-            attention.k_proj.weight,
-            attention.v_proj.weight,
-            attention.o_proj.weight,
-            gated.gate_proj.weight,
-            gated.up_proj.weight,
-            gated.down_proj.weight,
-            layer.post_attention_layernorm.weight,
-        ]
-        if self.config.kind == "eagle3":
-            raw += [layer.input_layernorm.weight, layer.hidden_norm.weight, self.norm.weight]
-        return Weights(*(raw if dtype is None else [weight.to(dtype) for weight in raw]))
+    @property
+    @override
+    def is_bent(self) -> bool:
+        return self.config.kind == "eagle1"
 
     @property
     def layer(self) -> Layer:
@@ -159,17 +178,28 @@ class EagleHead(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
+    @override
+    def weights(self, dtype: torch.dtype | None = None) -> Weights:
+        layer = self.layer
+        raw: list[Tensor] = [self.fc.weight, *layer_weights(layer)]
+        if self.config.kind == "eagle3":
+            raw += [layer.norm("input_layernorm"), layer.norm("hidden_norm"), self.norm.weight]
+        return Weights(*(raw if dtype is None else [weight.to(dtype) for weight in raw]))
+
+    @override
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Embedding rows: the target's, or the head's own."""
         own = self.config.own_embedding
         table = self.embed_tokens.weight if own else self.lent().embedding_VH
         return F.embedding(ids, table).to(dtype)
 
+    @override
     def project(
         self, aux_BTF: Tensor | None, last_BTH: Tensor | None, weights: Weights | None = None
     ) -> Tensor:
         """Features the first step consumes: fused layers (eagle3), or the last state (eagle1)."""
         weights = weights or self.weights()
+        assert weights.fc is not None
         dtype, eps = weights.fc.dtype, self.config.rms_norm_eps
         if self.config.kind == "eagle1":
             assert last_BTH is not None
@@ -184,10 +214,11 @@ class EagleHead(nn.Module):
             x = torch.cat([rms_norm(*pair, eps) for pair in zip(parts, norms, strict=True)], dim=-1)
         return F.linear(x, weights.fc)
 
+    @override
     def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Attention input and residual from features and next tokens."""
         embed = self.embed(ids, feature.dtype)
         if self.config.kind == "eagle1":
+            assert weights.fc is not None
             fused = F.linear(torch.cat([embed, feature], dim=-1), weights.fc)
             return fused, fused
         assert weights.input_norm is not None
@@ -197,102 +228,21 @@ class EagleHead(nn.Module):
         x = torch.cat([rms_norm(embed, weights.input_norm, eps), normed], dim=-1)
         return x, (normed if self.config.norm_before_residual else feature)
 
+    @override
     def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor:
-        """Output of a step from residual and attention: what the next step takes as feature."""
-        hidden = residual + F.linear(attended, weights.o)
-        hidden = hidden + mlp(
-            rms_norm(hidden, weights.post_norm, self.config.rms_norm_eps), weights
-        )
+        hidden = super().leave(residual, attended, weights)
         if self.config.norm_output:
             assert weights.norm is not None
             hidden = rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
         return hidden
 
-    def queries(self, x: Tensor, position: Tensor, weights: Weights) -> Tensor:
-        """Rotated queries [..., A, E]."""
-        cos, sin = cos_sin(self._rotary, position, x.dtype)
-        return rotate(split_heads(F.linear(x, weights.q), self.config.head_dim), cos, sin)
-
-    def keys_values(self, x: Tensor, position: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Rotated keys and plain values [..., K, E]."""
-        cos, sin = cos_sin(self._rotary, position, x.dtype)
-        key = rotate(split_heads(F.linear(x, weights.k), self.config.head_dim), cos, sin)
-        return key, split_heads(F.linear(x, weights.v), self.config.head_dim)
-
-    def step(
-        self,
-        feature_BTD: Tensor,
-        ids_BT: Tensor,
-        position_BT: Tensor,
-        cache: HeadCache | None = None,
-        mask: Tensor | None = None,
+    @override
+    def output_input(
+        self, hidden: Tensor, depth: int = 0, weights: Weights | None = None
     ) -> Tensor:
-        """Run T new rows over the cache and themselves; returns hidden_BTD.
-
-        ids are the tokens that FOLLOW the features, positions those of the features. mask is
-        bool [B, 1, T, S] with S cached plus new entries; None is causal.
-        """
-        weights = self.weights()
-        x, residual = self.enter(feature_BTD, ids_BT, weights)
-        q_BTAE = self.queries(x, position_BT, weights)
-        key, value = self.keys_values(x, position_BT, weights)
-        if cache is None:
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
-        else:
-            keys, values = cache.append(key, value)
-        return self.leave(residual, attend(q_BTAE, keys, values, mask), weights)
-
-    # Output
-
-    @property
-    def draft_ids_W(self) -> Tensor:  # noqa: N802 - a dimension suffix
-        """Target id of every draft id; the identity when the vocabulary is full."""
-        if not self.config.is_reduced:
-            return self._all_ids
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-
-    def output_input(self, hidden: Tensor, weights: Weights | None = None) -> Tensor:
         """What the output head multiplies: the final norm where there is one still to apply."""
         if self.config.kind == "eagle1" or self.config.norm_output:
             return hidden
         weight = self.norm.weight.to(hidden.dtype) if weights is None else weights.norm
         assert weight is not None
         return rms_norm(hidden, weight, self.config.rms_norm_eps)
-
-    def output_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows of the output head for proposable draft ids.
-
-        For EAGLE-3 a view of the parameter, for EAGLE-1 the target's frozen rows in this dtype.
-        """
-        if self.config.kind == "eagle1":
-            return self.teacher_rows(dtype or self.fc.weight.dtype)
-        weight, size = self.lm_head.weight, self.config.num_proposable
-        return weight if size == weight.shape[0] else weight[:size]
-
-    def draft_logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, fp32 or better; ids that do not exist get -inf."""
-        logits = F.linear(self.output_input(hidden_ND), self.output_weight(hidden_ND.dtype))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.config.kind == "eagle1":
-            logits = bend(logits, self.lent())
-        missing = self.config.draft_vocab_size - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
-
-    def draft_probs(self, hidden_ND: Tensor, temperature: float = 1.0) -> Tensor:
-        """The draft's law over the draft vocabulary; a point mass at temperature 0."""
-        logits_NW = self.draft_logits(hidden_ND)
-        if temperature == 0:
-            return F.one_hot(logits_NW.argmax(-1), logits_NW.shape[-1]).to(logits_NW.dtype)
-        return (logits_NW / temperature).softmax(-1)
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Target ids of draft ids."""
-        return self.draft_ids_W[draft_ids]
-
-    def scatter(self, probs_NW: Tensor) -> Tensor:
-        """Probabilities over the target vocabulary, zero outside the draft's."""
-        if not self.config.is_reduced:
-            return probs_NW
-        probs_NV = probs_NW.new_zeros((*probs_NW.shape[:-1], self.config.vocab_size))
-        probs_NV[..., self.draft_ids_W] = probs_NW
-        return probs_NV

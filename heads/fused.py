@@ -6,12 +6,13 @@ of the backward pass run in the forward one and no [rows, vocabulary] tensor out
 Letters: P predicted tokens, K steps, D draft hidden size, H target hidden size, W draft vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.heads.eagle import EagleHead
+from outrider.heads.base import DraftHead
 from outrider.heads.losses import Slope, objective, slope
 from outrider.heads.tables import Tables, bend
 
@@ -51,12 +52,12 @@ def teacher_probs(teacher: Teacher, rows: slice | None = None) -> Tensor:
     return bend(logits.to(exact), teacher.tables).softmax(-1)
 
 
-def teacher_of(head: EagleHead, state_PH: Tensor, dtype: torch.dtype) -> Teacher:
+def teacher_of(head: DraftHead, state_PH: Tensor, dtype: torch.dtype) -> Teacher:
     """The teacher of a head for given target states."""
     return Teacher(state_PH, head.teacher_rows(dtype), head.lent())
 
 
-def best_is_inside(head: EagleHead, state_PH: Tensor, chunk: int = 1024) -> Tensor:
+def best_is_inside(head: DraftHead, state_PH: Tensor, chunk: int = 1024) -> Tensor:
     """Whether the target's most likely id (over its whole vocabulary) is in the draft's; bool [P].
 
     This costs a product with the whole output head: compute it once per stored row and keep it.
@@ -70,62 +71,72 @@ def best_is_inside(head: EagleHead, state_PH: Tensor, chunk: int = 1024) -> Tens
 
 def score_pairs(
     hidden_PKD: Tensor,
-    output_WD: Tensor,
+    outputs: Sequence[Tensor],
     teacher: Teacher,
     weight_PK: Tensor,
     name: str = "soft_ce",
 ) -> Scored:
     """Objective of every pair against its teacher, summed with weights (zero: not in the loss).
 
-    hidden is what the output head multiplies (head.output_input), output its rows
-    (head.output_weight): fp32 master weights are fine, the products run in the dtype of hidden.
+    hidden is what the output head multiplies (head.output_input), outputs its rows [W, D]
+    (head.output_weights), one for all steps or one for each: fp32 master weights are fine, the
+    products run in the dtype of hidden. The teacher's law is made once for all steps.
     """
     objective(name)
-    return Scored(*_ScorePairs.apply(hidden_PKD, output_WD, teacher, weight_PK, name))
+    if len(outputs) not in (1, hidden_PKD.shape[1]):
+        raise ValueError(
+            f"{len(outputs)} output heads are given for {hidden_PKD.shape[1]} steps; give one for "
+            "all of them, or one for each"
+        )
+    return Scored(*_ScorePairs.apply(hidden_PKD, teacher, weight_PK, name, *outputs))
 
 
 class _ScorePairs(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        ctx, hidden_PKD, output_WD, teacher, weight_PK, name = args
-        steps = hidden_PKD.shape[1]
-        table = output_WD.to(hidden_PKD.dtype)
+        ctx, hidden_PKD, teacher, weight_PK, name, *outputs = args
+        tables = [output_WD.to(hidden_PKD.dtype) for output_WD in outputs]
         exact = torch.promote_types(hidden_PKD.dtype, torch.float32)
         weight_PK = weight_PK.to(exact)
         loss_PK, accept_PK = torch.empty_like(weight_PK), torch.empty_like(weight_PK)
-        needs_hidden, needs_output = ctx.needs_input_grad[:2]
+        needs_hidden, needs_outputs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grad_hidden = torch.empty_like(hidden_PKD) if needs_hidden else None
-        grad_output = None
-        size = max(1, CHUNK_ELEMENTS // (steps * table.shape[0]))
+        grads: list[Tensor | None] = [None] * len(outputs)
+        steps = hidden_PKD.shape[1] // len(outputs)
+        size = max(1, CHUNK_ELEMENTS // (steps * tables[0].shape[0]))
         for start in range(0, hidden_PKD.shape[0], size):
             rows = slice(start, start + size)
-            hidden = hidden_PKD[rows].flatten(0, 1)
-            logits_XW = hidden @ table.T
             probs = teacher_probs(teacher, rows)
-            _score_chunk(logits_XW, probs, (loss_PK[rows], accept_PK[rows]), name)
-            # Weights scale rows, so they touch the narrow factors and not the wide gradient.
-            weight = weight_PK[rows].flatten().unsqueeze(1).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = (logits_XW @ table).mul_(weight).unflatten(0, (-1, steps))
-            if needs_output:
-                part = (logits_XW.T @ (hidden * weight)).to(output_WD.dtype)
-                grad_output = part if grad_output is None else grad_output.add_(part)
-        if needs_output and grad_output is None:
-            grad_output = torch.zeros_like(output_WD)
-        ctx.save_for_backward(grad_hidden, grad_output)
+            for index, table in enumerate(tables):
+                span = (rows, slice(index * steps, (index + 1) * steps))
+                hidden = hidden_PKD[span].flatten(0, 1)
+                logits_XW = hidden @ table.T
+                _score_chunk(logits_XW, probs, (loss_PK[span], accept_PK[span]), name)
+                # Weights scale rows, so they touch the narrow factors and not the wide gradient.
+                weight = weight_PK[span].flatten().unsqueeze(1).to(hidden.dtype)
+                if grad_hidden is not None:
+                    back = (logits_XW @ table).mul_(weight)
+                    grad_hidden[span] = back.unflatten(0, (-1, steps))
+                if needs_outputs[index]:
+                    part = (logits_XW.T @ (hidden * weight)).to(outputs[index].dtype)
+                    known = grads[index]
+                    grads[index] = part if known is None else known.add_(part)
+        for index, output_WD in enumerate(outputs):
+            if needs_outputs[index] and grads[index] is None:
+                grads[index] = torch.zeros_like(output_WD)
+        ctx.save_for_backward(grad_hidden, *grads)
         ctx.mark_non_differentiable(loss_PK, accept_PK)
         return (loss_PK * weight_PK).sum(), loss_PK, accept_PK
 
     @staticmethod
     def backward(ctx: Any, *grads_out: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         grad = grads_out[0]
-        grad_hidden, grad_output = ctx.saved_tensors
+        found = ctx.saved_tensors
         # In place: these tensors serve this one call, and autograd refuses a second.
-        if grad_hidden is not None:
-            grad_hidden.mul_(grad.to(grad_hidden.dtype))
-        if grad_output is not None:
-            grad_output.mul_(grad.to(grad_output.dtype))
-        return grad_hidden, grad_output, None, None, None
+        for saved in found:
+            if saved is not None:
+                saved.mul_(grad.to(saved.dtype))
+        return found[0], None, None, None, *found[1:]
 
 
 def _score_chunk(

@@ -4,13 +4,14 @@ Letters: B rows, T new positions, S positions seen, D hidden size, C attention i
 A query heads, K key-value heads, G query heads per key-value head, E head size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.heads.config import EagleConfig
+from outrider.heads.config import DecoderConfig
 
 QUERY_CHUNK = 512
 
@@ -26,10 +27,9 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Projections of the attention block."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: DecoderConfig, width: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width = (2 if config.kind == "eagle3" else 1) * config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries, bias=False)
         self.k_proj = nn.Linear(width, keys, bias=False)
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Projections of the gated MLP."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -48,22 +48,26 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer; EAGLE-1's has no norm before attention, EAGLE-3's has one per input."""
+    """One decoder layer whose attention reads `width` channels, with these norms before it."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: DecoderConfig, width: int, norms: Sequence[str] = ()) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, width)
         self.mlp = Mlp(config)
         self.post_attention_layernorm = Norm(config.hidden_size)
-        if config.kind == "eagle3":
-            self.hidden_norm = Norm(config.hidden_size)
-            self.input_layernorm = Norm(config.hidden_size)
+        for name in norms:
+            self.add_module(name, Norm(config.hidden_size))
+
+    def norm(self, name: str) -> Tensor:
+        """The weight of one of the norms before attention."""
+        return self.get_parameter(f"{name}.weight")
 
 
 class Weights(NamedTuple):
-    """The weights of fc and layer in the dtype of computation, cast once for many uses."""
+    """The weights of a layer and what is around it, in the dtype of computation, cast once."""
 
-    fc: Tensor
+    fc: Tensor | None
+    """Fuses what the layer reads."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -73,8 +77,13 @@ class Weights(NamedTuple):
     down: Tensor
     post_norm: Tensor
     input_norm: Tensor | None = None
+    """On the embedding."""
     hidden_norm: Tensor | None = None
+    """On the feature."""
     norm: Tensor | None = None
+    """Before the output head."""
+    layer_norm: Tensor | None = None
+    """On the fused input, before attention."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

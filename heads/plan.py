@@ -88,8 +88,11 @@ class RowPlan:
 
     def pairs(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states of the loss pairs [P, K, D]; rows without a pair are arbitrary."""
-        columns = [x.index_select(0, self.pair_PK[:, k]) for k, x in enumerate(hidden)]
-        return torch.stack(columns, dim=1)
+        return torch.stack(self.columns(hidden), dim=1)
+
+    def columns(self, hidden: list[Tensor]) -> list[Tensor]:
+        """The same step by step, K of [P, D], whose widths may differ."""
+        return [x.index_select(0, self.pair_PK[:, k]) for k, x in enumerate(hidden)]
 
 
 def _documents(document_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

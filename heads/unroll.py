@@ -7,17 +7,21 @@ step-by-step drafting with caches, which the tests prove in float64.
 Letters: B rows of the batch, T positions, M = B*T, N rows of the plan, D draft hidden size.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from outrider.heads.attention import chain_attention
-from outrider.heads.eagle import EagleHead
 from outrider.heads.flex import flex_chain_attention
 from outrider.heads.layers import Weights
 from outrider.heads.plan import RowPlan
 
+if TYPE_CHECKING:
+    from outrider.heads.decoder import RecurrentHead
+
 
 def unroll(
-    head: EagleHead,
+    head: "RecurrentHead",
     feature_BTD: Tensor,
     ids_BT: Tensor,
     position_BT: Tensor,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig
+from outrider.heads.config import HeadConfig
 
 
 def choose(
@@ -68,7 +68,7 @@ def coverage(counts_V: Tensor, draft_ids_W: Tensor) -> float:
     return float(counts_V[draft_ids_W].double().sum() / total)
 
 
-def check_draft_ids(draft_ids_W: Tensor, config: EagleConfig) -> None:
+def check_draft_ids(draft_ids_W: Tensor, config: HeadConfig) -> None:
     """Refuse a map that is not rising, not one to one, of the wrong size or past the tokenizer."""
     size, limit = config.draft_vocab_size, config.tokenizer_size
     if draft_ids_W.shape != (size,) or draft_ids_W.dtype != torch.int64:

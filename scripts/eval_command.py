@@ -20,7 +20,7 @@ from outrider.eval.provenance import file_hashes
 from outrider.eval.report import write_report
 from outrider.eval.texts import hash_texts, read_texts
 from outrider.eval.traces import Trace, build_trace
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 _DEMO = "demo:heldout"
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{paths.json} and {paths.html}")
 
 
-def load_heads(folders: Sequence[str], target: Target) -> dict[str, EagleHead]:
+def load_heads(folders: Sequence[str], target: Target) -> dict[str, DraftHead]:
     """Heads by a short name that tells them apart."""
     names = short_names(folders, parts=2)
     return {names[folder]: judged_head(folder, target) for folder in folders}
@@ -104,7 +104,7 @@ def short_names(folders: Sequence[str], *, parts: int) -> dict[str, str]:
 
 
 def _open_traces(
-    settings: EvalSettings, target: Target, heads: dict[str, EagleHead]
+    settings: EvalSettings, target: Target, heads: dict[str, DraftHead]
 ) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     names = short_names([name for name in settings.trace if name != _DEMO], parts=1)
@@ -119,7 +119,7 @@ def _open_traces(
 
 
 def demo_trace(
-    target: Target, heads: Iterable[EagleHead], temperature: float, per_kind: int | None
+    target: Target, heads: Iterable[DraftHead], temperature: float, per_kind: int | None
 ) -> Trace:
     """The demo's held-out answers with the states these heads read, kept in the user's cache."""
     sampling = Sampling(temperature=temperature)

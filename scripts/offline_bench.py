@@ -27,7 +27,7 @@ from outrider.eval.link import judged_head
 from outrider.eval.plans import plan_named
 from outrider.eval.texts import Text, read_texts
 from outrider.eval.traces import Trace, build_trace
-from outrider.heads import EagleHead
+from outrider.heads import DraftHead
 
 PLAIN = "plain"
 
@@ -136,7 +136,7 @@ def some(settings: Settings) -> Iterator[Text]:
         yield text
 
 
-def scored(target: Target, head: EagleHead, trace: Trace, draft: str) -> float:
+def scored(target: Target, head: DraftHead, trace: Trace, draft: str) -> float:
     """Milliseconds of scoring the whole trace, the better of two."""
     seconds = []
     for _ in range(2):
@@ -147,7 +147,7 @@ def scored(target: Target, head: EagleHead, trace: Trace, draft: str) -> float:
 
 
 def decoded(
-    target: Target, head: EagleHead, texts: Sequence[Text], draft: str, settings: Settings
+    target: Target, head: DraftHead, texts: Sequence[Text], draft: str, settings: Settings
 ) -> float:
     """Milliseconds a token over all prompts, prefill included."""
     taken: dict[str, int] = {}

@@ -25,6 +25,7 @@ from outrider.eval.link import tables
 from outrider.scripts.peer_format import read_offline, write_offline
 from outrider.scripts.peer_trainer import PeerRun, run_peer
 from outrider.train.assembly import DTYPES, Ground, features, lay_ground
+from outrider.train.kinds import EagleRun
 from outrider.train.recipe import parse
 
 
@@ -77,7 +78,7 @@ def prepare(settings: Settings) -> PeerRun:
     """The recipe's features in the peer's format, and the run that trains on them."""
     store = settings.store or settings.output.parent / "features"
     words = ["--recipe", settings.recipe, "--store", str(store), "--output", str(settings.output)]
-    ground = lay_ground(parse(words), torch.device("cpu"))
+    ground = lay_ground(parse(words, EagleRun), torch.device("cpu"))
     run = plan(settings, ground)
     if read_offline(run.offline) is None:
         write_peer_rows(features(ground), ground.target, run.offline, run.dtype)

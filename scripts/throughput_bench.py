@@ -20,19 +20,19 @@ from typing import Any, Literal
 import torch
 import tyro
 from accelerate import Accelerator
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from outrider.heads.base import Predicted
 from outrider.heads.fused import Teacher
-from outrider.heads.layers import Weights
 from outrider.scripts import peer_speculators
 from outrider.scripts.peer_trainer import run_peer
 from outrider.train import muon
 from outrider.train.assembly import DTYPES, build, features, lay_ground
+from outrider.train.kinds import EagleRun
 from outrider.train.loop import Loop
 from outrider.train.muon import Muon
-from outrider.train.objectives import EagleTask, EagleWork
+from outrider.train.objectives import DraftTask, DraftWork
 from outrider.train.parts import StepOutput
 from outrider.train.recipe import parse, to_yaml
 from outrider.train.settings import Settings as Recipe
@@ -130,20 +130,18 @@ def recipe_of(settings: Settings, mode: str, optimizer: str) -> Recipe:
     words += ["--precision", precision, "--threads", str(threads), "--device", "cpu"]
     if settings.data is not None:
         words += ["--data", settings.data]
-    return parse(words)
+    return parse(words, EagleRun)
 
 
-class TimedTask(EagleTask):
+class TimedTask(DraftTask):
     """The task, with the time of its loss kept apart."""
 
     loss_seconds = 0.0
 
     @override
-    def _score(
-        self, hidden_PKD: Tensor, teacher: Teacher, work: EagleWork, weights: Weights
-    ) -> StepOutput:
+    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
         begun = time.perf_counter()
-        out = super()._score(hidden_PKD, teacher, work, weights)
+        out = super().score(made, teacher, work)
         self.loss_seconds += time.perf_counter() - begun
         return out
 
@@ -251,11 +249,11 @@ def run_theirs(settings: Settings, recipe: Recipe, name: str) -> float:
 
 def target_speed(settings: Settings) -> float:
     """Tokens per second of computing features with the recipe's threads."""
-    recipe = parse(["--recipe", settings.recipe, "--output", str(settings.output)])
+    recipe = parse(["--recipe", settings.recipe, "--output", str(settings.output)], EagleRun)
     torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
     words = ["--recipe", settings.recipe, "--output", str(settings.output), "--online"]
     words += ["--data", settings.data] if settings.data else []
-    ground = lay_ground(parse([*words, "--max-tokens", "3000"]), torch.device("cpu"))
+    ground = lay_ground(parse([*words, "--max-tokens", "3000"], EagleRun), torch.device("cpu"))
     source = features(ground)
     begun = time.perf_counter()
     for first in range(0, len(source), 8):

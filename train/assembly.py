@@ -14,10 +14,10 @@ from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
 from outrider.eval.link import tables
-from outrider.heads import EagleConfig, EagleHead
+from outrider.heads import CONFIGS, HEADS, DraftHead
 from outrider.heads.formats import load_head, save_head
 from outrider.train import preflight
-from outrider.train.objectives import EagleTask
+from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
 from outrider.train.settings import Settings, identity
 from outrider.train.validate import heldout_trace, judge
@@ -40,11 +40,11 @@ class Ground:
     rows: list[Row]
     counts: Counts
     vocabulary: Vocabulary | None
-    head: EagleHead
+    head: DraftHead
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of the target whose states are features; none for EAGLE-1."""
+        """Layers of the target whose states are features beside the last one's."""
         return self.head.config.aux_layers
 
     @property
@@ -67,8 +67,8 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     )
     rows, counts = read_rows(data.data, target, reading)
     vocabulary, head = make_head(settings, target, rows)
-    if settings.head.freeze_output:
-        head.lm_head.requires_grad_(False)
+    for weight in head.own_outputs if settings.head.freezes_output else ():
+        weight.requires_grad_(False)
     preflight.check_head(head, target)
     return Ground(
         settings=settings,
@@ -82,7 +82,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
 
 def make_head(
     settings: Settings, target: Target, rows: Sequence[Row]
-) -> tuple[Vocabulary | None, EagleHead]:
+) -> tuple[Vocabulary | None, DraftHead]:
     """A fresh head, or the one to start from, with its draft vocabulary."""
     choice = settings.head
     torch.manual_seed(settings.run.seed)
@@ -99,21 +99,10 @@ def make_head(
             tokenizer_size=target.tokenizer_size,
             always=safe_ids(target.tokenizer, target.eos_ids),
         )
-    config = EagleConfig.from_target(
-        target.config,
-        kind=choice.head,
-        tokenizer_size=target.tokenizer_size,
-        draft_vocab_size=choice.draft_vocab,
-        aux_layers=choice.aux_layers,
-        hidden_size=choice.head_hidden,
-        intermediate_size=choice.head_intermediate,
-        max_position_embeddings=choice.max_positions,
-        norm_before_residual=choice.norm_before_residual,
-        norm_before_fc=choice.norm_before_fc,
-        fc_norm=choice.fc_norm,
-        norm_output=choice.norm_output,
-    )
-    head = EagleHead(config, vocabulary.draft_ids_W if vocabulary else None).attach(tables(target))
+    sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
+    config = CONFIGS[choice.head].from_target(target.config, **sizes)
+    head = HEADS[choice.head](config, vocabulary.draft_ids_W if vocabulary else None)
+    head.attach(tables(target))
     head.start_from_target()
     if old is not None:
         adopt(head, old)
@@ -121,15 +110,17 @@ def make_head(
 
 
 @torch.no_grad()
-def adopt(head: EagleHead, old: EagleHead) -> None:
+def adopt(head: DraftHead, old: DraftHead) -> None:
     """Take over the old head's weights, its output rows by target id where both have the id."""
-    kept = {k: v for k, v in old.state_dict().items() if k not in ("d2t", "t2d", "lm_head.weight")}
-    head.load_state_dict(kept, strict=False)
+    outputs = {id(weight) for weight in old.own_outputs}
+    named = old.named_parameters(remove_duplicate=False)
+    head.load_state_dict({k: v for k, v in named if id(v) not in outputs}, strict=False)
     place_V = torch.full((old.config.vocab_size,), -1)
     place_V[old.draft_ids_W] = torch.arange(len(old.draft_ids_W))
     source_W = place_V[head.draft_ids_W]
     known_W = source_W >= 0
-    head.lm_head.weight[known_W] = old.lm_head.weight[source_W[known_W]]
+    for ours, theirs in zip(head.own_outputs, old.own_outputs, strict=True):
+        ours[known_W] = theirs[source_W[known_W]]
 
 
 def features(ground: Ground) -> Features:
@@ -163,7 +154,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     )
     preflight.check_batches(batches, accelerator.num_processes)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
-    task = EagleTask(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
+    task = task_of(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
     score: Callable[[Path], Score] | None = None
     if trace is not None:
         score = judge(trace, ground.target, run.eval_depth)

@@ -1,4 +1,4 @@
-"""What an EAGLE head optimises: a batch becomes row plan and weights, then loss and measures.
+"""What a head of any kind optimises: a batch becomes row plan and weights, then loss and measures.
 
 Every supervised token that some row can predict counts decay^k at unroll step k, whatever the row,
 pack or batch it stands in; the loop divides by the weights of the whole accumulation window.
@@ -17,18 +17,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from outrider.data.batches import Batch
-from outrider.heads.eagle import EagleHead
+from outrider.heads.base import DraftHead, Predicted, States
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
-from outrider.heads.layers import Weights
 from outrider.heads.losses import feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
-from outrider.heads.unroll import unroll
+from outrider.train.kinds import EagleObjective
 from outrider.train.parts import StepOutput
 from outrider.train.settings import ObjectiveSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleWork:
+class DraftWork:
     """A batch with its row plan."""
 
     batch: Batch
@@ -42,7 +41,7 @@ class EagleWork:
         """Names of the rows."""
         return [name for pack in self.batch.row_ids for name in pack]
 
-    def to(self, device: torch.device) -> "EagleWork":
+    def to(self, device: torch.device) -> "DraftWork":
         """The same on a device."""
         if device.type == "cpu":
             return self
@@ -50,12 +49,12 @@ class EagleWork:
         return replace(self, batch=moved[0], plan=moved[1], weight_PK=moved[2])
 
 
-class EagleTask(nn.Module):
-    """Unrolled training of an EAGLE head against the frozen target's laws and states."""
+class DraftTask(nn.Module):
+    """Teacher-forced drafting against the frozen target's laws."""
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         objective: ObjectiveSettings,
         *,
         num_steps: int,
@@ -72,12 +71,12 @@ class EagleTask(nn.Module):
         self.is_inside_V = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         self.is_inside_V[draft_ids] = True
 
-    def prepare(self, batch: Batch) -> EagleWork:
+    def prepare(self, batch: Batch) -> DraftWork:
         """Row plan and weights of a batch."""
         mask_BT = batch.mask_BT & self.is_inside_V[batch.ids_BT]
         plan = RowPlan.from_mask(mask_BT, batch.document_BT, self.num_steps)
         weight_PK = plan.valid_PK * self.step_weight_K
-        return EagleWork(
+        return DraftWork(
             batch=batch,
             plan=plan,
             weight_PK=weight_PK,
@@ -86,33 +85,29 @@ class EagleTask(nn.Module):
         )
 
     @override
-    def forward(self, work: EagleWork) -> StepOutput:
+    def forward(self, work: DraftWork) -> StepOutput:
         """Weighted loss of all predictions, and mean loss and acceptance by unroll step."""
         batch, plan = work.batch, work.plan
-        weights = self.head.weights(self.dtype)
-        dtype = weights.fc.dtype
-        last_BTH = batch.last_BTH
-        is_noisy = self.head.config.kind == "eagle1" and self.objective.feature_noise
-        seen_BTH = feature_noise(last_BTH) if is_noisy and self.training else last_BTH
-        feature_BTD = self.head.project(batch.aux_BTF, seen_BTH, weights)
-        hidden = unroll(self.head, feature_BTD, batch.ids_BT, batch.position_BT, plan, weights)
-        hidden_PKD = plan.pairs(hidden)
-        state_PH = last_BTH.flatten(0, 1).index_select(0, plan.predicted_P - 1)
-        teacher = teacher_of(self.head, state_PH, dtype)
-        return self._score(hidden_PKD, teacher, work, weights)
+        made = self.head.predict(self.seen(batch), plan, self.dtype)
+        state_PH = batch.last_BTH.flatten(0, 1).index_select(0, plan.predicted_P - 1)
+        return self.score(made, teacher_of(self.head, state_PH, made.output_PKD.dtype), work)
 
-    def _score(
-        self, hidden_PKD: Tensor, teacher: Teacher, work: EagleWork, weights: Weights
-    ) -> StepOutput:
-        head, objective = self.head, self.objective
-        is_eagle1 = head.config.kind == "eagle1"
-        weight_PK = work.weight_PK * objective.token_weight if is_eagle1 else work.weight_PK
+    def seen(self, batch: Batch) -> States:
+        """What the head reads of a batch."""
+        return States(batch.aux_BTF, batch.last_BTH, batch.ids_BT, batch.position_BT)
+
+    def weigh(self, weight_PK: Tensor) -> Tensor:
+        """Weights of the divergence of every pair."""
+        return weight_PK
+
+    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
+        """Loss and measures of the pairs."""
         scored = score_pairs(
-            head.output_input(hidden_PKD, weights),
-            head.output_weight(hidden_PKD.dtype),
+            made.output_PKD,
+            self.head.output_weights(made.output_PKD.dtype),
             teacher,
-            weight_PK,
-            objective.loss,
+            self.weigh(work.weight_PK),
+            self.objective.loss,
         )
         valid_PK = work.plan.valid_PK
         count_K = valid_PK.sum(0)
@@ -122,10 +117,46 @@ class EagleTask(nn.Module):
             "accept": (scored.accept_PK * valid_PK).sum(0),
         }
         counts = {"loss": work.weight_PK.sum(), "loss_by_step": count_K, "accept": count_K}
-        loss = scored.loss
-        if is_eagle1:
-            feature_loss_P = smooth_l1(hidden_PKD[:, 0], teacher.state_PH) * valid_PK[:, 0]
-            loss = loss + objective.feature_weight * feature_loss_P.sum()
-            sums |= {"loss": loss.detach(), "feature_loss": feature_loss_P.sum().detach()}
-            counts["feature_loss"] = count_K[0]
-        return StepOutput(loss=loss, sums=sums, counts=counts)
+        return StepOutput(loss=scored.loss, sums=sums, counts=counts)
+
+
+class Eagle1Task(DraftTask):
+    """EAGLE-1's objective: the divergence beside a loss on the next state, over noisy features."""
+
+    objective: EagleObjective
+
+    @override
+    def seen(self, batch: Batch) -> States:
+        seen = super().seen(batch)
+        if not (self.training and self.objective.feature_noise):
+            return seen
+        return seen._replace(last_BTH=feature_noise(seen.last_BTH))
+
+    @override
+    def weigh(self, weight_PK: Tensor) -> Tensor:
+        return weight_PK * self.objective.token_weight
+
+    @override
+    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
+        out = super().score(made, teacher, work)
+        is_valid_P = work.plan.valid_PK[:, 0]
+        feature_loss = (smooth_l1(made.columns[0], teacher.state_PH) * is_valid_P).sum()
+        loss = out.loss + self.objective.feature_weight * feature_loss
+        sums = out.sums | {"loss": loss.detach(), "feature_loss": feature_loss.detach()}
+        return StepOutput(loss, sums, out.counts | {"feature_loss": is_valid_P.sum()})
+
+
+TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task}
+"""Kinds of head whose objective is more than the divergence."""
+
+
+def task_of(
+    head: DraftHead,
+    objective: ObjectiveSettings,
+    *,
+    num_steps: int,
+    dtype: torch.dtype | None = None,
+) -> DraftTask:
+    """The task that trains a head of this kind."""
+    task = TASKS.get(head.config.kind, DraftTask)
+    return task(head, objective, num_steps=num_steps, dtype=dtype)

@@ -76,11 +76,9 @@ def activation_bytes(ground: Ground) -> int:
     """Bytes kept for the backward pass of one micro-batch, by layer widths; a rough figure."""
     settings, config = ground.settings, ground.head.config
     item = 2 if settings.run.precision == "bf16" else 4
-    width = 12 * config.hidden_size + 4 * config.intermediate_size
-    width += 4 * config.num_heads * config.head_dim
     positions = settings.run.batch_size * settings.data.max_length
     logits = 4 * min(1 << 23, positions * settings.num_steps * config.draft_vocab_size)
-    return positions * settings.num_steps * width * item + 3 * logits
+    return positions * settings.num_steps * config.activation_width * item + 3 * logits
 
 
 def existing(path: Path) -> Path:

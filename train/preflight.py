@@ -10,13 +10,13 @@ from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.eval.traces import Trace
-from outrider.heads import EagleConfig, EagleHead, Tables
+from outrider.heads import DraftHead, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
 from outrider.train.settings import HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
 
-def check_head(head: EagleHead, target: Target) -> None:
+def check_head(head: DraftHead, target: Target) -> None:
     """Sizes of head and target that must agree, and ids that must exist."""
     config = head.config
     for name, ours, theirs in (
@@ -37,20 +37,11 @@ def check_head(head: EagleHead, target: Target) -> None:
         )
 
 
-def check_warm_start(config: EagleConfig, choice: HeadSettings) -> None:
+def check_warm_start(config: HeadConfig, choice: HeadSettings) -> None:
     """A head to start from keeps its geometry; settings that say otherwise are refused."""
-    wanted: dict[str, tuple[object, object]] = {
-        "head": (choice.head, config.kind),
-        "draft_vocab": (choice.draft_vocab, config.draft_vocab_size),
-        "aux_layers": (choice.aux_layers, config.aux_layers),
-        "head_hidden": (choice.head_hidden, config.hidden_size),
-        "head_intermediate": (choice.head_intermediate, config.intermediate_size),
-        "max_positions": (choice.max_positions, config.max_position_embeddings),
-    }
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        wanted[name] = (getattr(choice, name) or None, getattr(config, name))
-    for name, (asked, has) in wanted.items():
-        if asked is not None and asked != has:
+    for name, there in choice.GEOMETRY.items():
+        asked, has = getattr(choice, name), getattr(config, there)
+        if asked not in (None, False) and asked != has:
             raise ValueError(
                 f"{name} is {asked} but the head in init {choice.init!r} has {has}; leave it out "
                 "to keep the head's own"
@@ -96,7 +87,7 @@ def check_features(batch: Batch) -> None:
 
 
 @torch.no_grad()
-def check_export(head: EagleHead, tables: Tables) -> None:
+def check_export(head: DraftHead, tables: Tables) -> None:
     """Save and reload once: the exported files must give the same tensors and the same law."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "head"

@@ -8,29 +8,35 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 import tyro
 import yaml
 
+from outrider.train.kinds import EagleRun
 from outrider.train.settings import Settings, field_names
 
+S = TypeVar("S", bound=Settings)
+ENTRIES: dict[type[Settings], str] = {EagleRun: "train/eagle.py"}
+"""The entry point of each kind's settings."""
 
-def parse(argv: Sequence[str] | None = None) -> Settings:
+
+def parse(argv: Sequence[str] | None, settings: type[S]) -> S:
     """Settings from flags and recipes; wrong input ends with a message and exit code 2."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = expand(list(sys.argv[1:] if argv is None else argv), settings)
     flat = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(Settings, args=expand(given), prog="train/eagle.py", config=flat)
+    return tyro.cli(settings, args=given, prog=ENTRIES[settings], config=flat)
 
 
-def expand(argv: Sequence[str]) -> list[str]:
+def expand(argv: Sequence[str], settings: type[Settings]) -> list[str]:
     """The command line with every recipe's flags in front of the flags given by hand."""
     front: list[str] = []
     rest = list(argv)
     for index, word in enumerate(argv):
         if word == "--recipe" and index + 1 < len(argv):
-            front += recipe_argv(find(argv[index + 1]))
+            front += recipe_argv(find(argv[index + 1]), settings)
         elif word.startswith("--recipe="):
-            front += recipe_argv(find(word.removeprefix("--recipe=")))
+            front += recipe_argv(find(word.removeprefix("--recipe=")), settings)
     return front + rest
 
 
@@ -58,7 +64,7 @@ def is_recipe(path: Path) -> bool:
     return isinstance(content, dict) and "compute_environment" not in content
 
 
-def recipe_argv(path: Path) -> list[str]:
+def recipe_argv(path: Path, settings: type[Settings]) -> list[str]:
     """The flags that a recipe file stands for."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -66,7 +72,7 @@ def recipe_argv(path: Path) -> list[str]:
         raise ValueError(f"recipe {path} is not valid YAML: {problem}") from problem
     if not isinstance(content, dict):
         raise ValueError(f"recipe {path} holds no `key: value` lines; write one flag a line")
-    known = field_names()
+    known = field_names(settings)
     words: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -1,11 +1,12 @@
-"""Settings of a training run: frozen dataclasses whose field docstrings are the help text.
+"""Settings that runs of all heads share: frozen dataclasses, whose field docstrings are the help.
 
 Every field name is a flag (`max_tokens` is `--max-tokens`) and a key of a recipe file, so names are
 unique over all groups. Checks happen on construction, before anything is loaded.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from outrider.train.optim import OptimSettings
 from outrider.train.schedule import ScheduleSettings, check_range
@@ -72,39 +73,21 @@ class DataSettings:
 class HeadSettings:
     """The head's kind and geometry; everything left out follows the target's config."""
 
-    head: Literal["eagle3", "eagle1"] = "eagle3"
-    """eagle3 fuses three layers of the target; eagle1 continues the target's last state."""
+    GEOMETRY: ClassVar[Mapping[str, str]] = {
+        "head": "kind",
+        "draft_vocab": "draft_vocab_size",
+        "max_positions": "max_position_embeddings",
+    }
+    """The settings that the head's config holds, and their names there."""
+
+    head: str
+    """Kind of head."""
 
     draft_vocab: int | None = None
     """Size of the draft vocabulary; all of the target's tokens when left out."""
 
-    aux_layers: tuple[int, ...] | None = None
-    """Decoder layers whose inputs are the features (0-based; 2, n/2, n-3 by default)."""
-
-    head_hidden: int | None = None
-    """Hidden size of the head; the target's by default."""
-
-    head_intermediate: int | None = None
-    """Width of the head's MLP; the target's by default."""
-
     max_positions: int | None = None
     """Position limit written into the exported config; the target's by default."""
-
-    norm_before_residual: bool = False
-    """Take the residual after the hidden norm (SGLang ignores this flag)."""
-
-    norm_before_fc: bool = False
-    """Normalise the concatenated features before the fusing layer."""
-
-    fc_norm: bool = False
-    """Normalise each layer's features before the fusing layer (EAGLE-3.1)."""
-
-    norm_output: bool = False
-    """Feed the normalised output back as the next step's hidden input (EAGLE-3.1)."""
-
-    freeze_output: bool = False
-    """eagle3 only: keep the output head's first rows, the target's own, instead of training them.
-    Worth it on few rows, where a trained output head learns their wording by heart."""
 
     init: str | None = None
     """Folder of an exported head to start from; its draft vocabulary is kept."""
@@ -113,42 +96,35 @@ class HeadSettings:
     """With --init: choose the draft vocabulary again from this run's rows."""
 
     def __post_init__(self) -> None:
-        for name in ("draft_vocab", "head_hidden", "head_intermediate", "max_positions"):
+        for name in ("draft_vocab", "max_positions"):
             value = getattr(self, name)
             if value is not None:
                 check_range(name, value, low=1)
         if self.rebuild_vocab and self.init is None:
             raise ValueError("rebuild_vocab is set without init; name the head to start from")
 
+    @property
+    def freezes_output(self) -> bool:
+        """Whether output heads of its own stay as they start."""
+        return False
+
+    def geometry(self) -> dict[str, Any]:
+        """Keywords for `from_target` of the head's config."""
+        return {name: getattr(self, field) for field, name in self.GEOMETRY.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """What is optimised: the divergence from the target, over the unrolled draft steps."""
-
-    unroll_steps: int | None = None
-    """Draft steps trained in a row (training-time test): 7 for eagle3 if left out, 1 for eagle1."""
+    """What is optimised: the divergence from the target, over the draft steps."""
 
     unroll_decay: float = 0.8
-    """Step i counts unroll_decay^i."""
+    """Draft step i counts unroll_decay^i."""
 
     loss: LossName = "soft_ce"
     """Divergence from the target's law over the draft vocabulary."""
 
-    feature_weight: float = 1.0
-    """eagle1 only: weight of the smooth-L1 loss on the target's last state."""
-
-    token_weight: float = 0.1
-    """eagle1 only: weight of the divergence beside the feature loss."""
-
-    feature_noise: bool = True
-    """eagle1 only: disturb the input features by EAGLE's uniform noise."""
-
     def __post_init__(self) -> None:
-        if self.unroll_steps is not None:
-            check_range("unroll_steps", self.unroll_steps, low=1, high=32)
         check_range("unroll_decay", self.unroll_decay, above=0, high=1)
-        for name in ("feature_weight", "token_weight"):
-            check_range(name, getattr(self, name), low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +201,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Train an EAGLE draft head on the features of a frozen target.
-
-    Settings come from a recipe file (--recipe) and from flags; flags win.
-    """
+    """Everything that a run follows; train/kinds.py has one for each entry point."""
 
     target: TargetSettings
     data: DataSettings
@@ -238,25 +211,10 @@ class Settings:
     schedule: ScheduleSettings
     run: RunSettings
 
-    def __post_init__(self) -> None:
-        if self.head.head == "eagle1" and self.objective.unroll_steps not in (None, 1):
-            raise ValueError(
-                f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
-                "single steps; leave it out or set it to 1"
-            )
-        for name in ("draft_vocab", "aux_layers", "freeze_output"):
-            value = getattr(self.head, name)
-            if self.head.head == "eagle1" and value not in (None, False):
-                raise ValueError(
-                    f"{name} is {value} with head eagle1, which continues the target's last state "
-                    "with the target's own output head; leave it out or use head eagle3"
-                )
-
     @property
     def num_steps(self) -> int:
-        """Unrolled draft steps after defaults."""
-        default = 1 if self.head.head == "eagle1" else 7
-        return self.objective.unroll_steps or default
+        """Draft steps trained in a row, after defaults."""
+        raise NotImplementedError
 
     def flat(self) -> dict[str, Any]:
         """Every field by its flag's name."""
@@ -278,18 +236,7 @@ def identity(settings: Settings) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in FREE_FIELDS}
 
 
-def field_names() -> list[str]:
+def field_names(settings: type[Settings]) -> list[str]:
     """Names of all flags, in order."""
-    return [inner.name for group in fields(Settings) for inner in fields(_group_type(group.name))]
-
-
-def _group_type(name: str) -> type:
-    return {
-        "target": TargetSettings,
-        "data": DataSettings,
-        "head": HeadSettings,
-        "objective": ObjectiveSettings,
-        "optim": OptimSettings,
-        "schedule": ScheduleSettings,
-        "run": RunSettings,
-    }[name]
+    groups = get_type_hints(settings)
+    return [inner.name for group in fields(settings) for inner in fields(groups[group.name])]

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: chains and trees, drawn or likeliest.
+"""Drafting with a head of any kind: chains and trees, drawn or likeliest.
 
 The head's cache holds one row per position the target has run: row t is the target's state at t
 with token x_{t+1}. Rows for drafts go behind them during one `propose` and are dropped at its end,
@@ -19,7 +19,7 @@ from outrider.eval.growth import DrawnGrowth, Growth
 from outrider.eval.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
 from outrider.eval.tree import Tree, chain
 from outrider.eval.verdict import Siblings
-from outrider.heads import EagleHead, HeadCache
+from outrider.heads import DraftHead, HeadCache
 
 
 class EagleDrafter:
@@ -30,7 +30,7 @@ class EagleDrafter:
     score nodes by the head's law at temperature 1.
     """
 
-    def __init__(self, head: EagleHead, plan: Plan, *, temperature: float = 0.0) -> None:
+    def __init__(self, head: DraftHead, plan: Plan, *, temperature: float = 0.0) -> None:
         # One epsilon with the text's: what is greedy there draws nothing here.
         temperature = 0.0 if temperature < GREEDY_BELOW else temperature
         if temperature and not is_drawn(plan):
@@ -85,6 +85,7 @@ class EagleDrafter:
         """Draft at most `max_depth` tokens ahead of the root, within the head's positions."""
         # The first draft is the output of row num_rows - 1, each further one of the next row.
         depth = min(self._plan.depth, max_depth, self._limit - self._num_rows + 1)
+        depth = min(depth, self._head.config.max_drafts)
         if depth < 1:
             return Draft(chain(self._root, ()))
         hidden_1D = self._catch_up()
@@ -113,11 +114,11 @@ class EagleDrafter:
         self._features: list[Tensor] = []
         self._ids: list[int] = []
 
-    def _step(self, feature_1TD: Tensor, ids: Sequence[int], start: int) -> Tensor:
+    def _step(self, feature_1TD: Tensor, ids: Sequence[int], start: int, depth: int = 0) -> Tensor:
         device = feature_1TD.device
         position_1T = torch.arange(start, start + len(ids), device=device)[None]
         ids_1T = torch.tensor([ids], device=device)
-        return self._head.step(feature_1TD, ids_1T, position_1T, self._cache)
+        return self._head.step(feature_1TD, ids_1T, position_1T, self._cache, depth=depth)
 
     def _chain(self, hidden_1D: Tensor, depth: int, noise: Noise) -> Draft:
         tokens: list[int] = []
@@ -126,8 +127,8 @@ class EagleDrafter:
         for step in range(depth):
             if step:
                 row = self._num_rows + step - 1
-                hidden_1D = self._step(hidden_1D[None], tokens[-1:], row)[0]
-            logits_1W = self._head.draft_logits(hidden_1D)
+                hidden_1D = self._step(hidden_1D[None], tokens[-1:], row, step)[0]
+            logits_1W = self._head.draft_logits(hidden_1D, step)
             if is_drawn:
                 laws.append((logits_1W / self._temperature).softmax(-1))
                 draft_id = draw(laws[-1][0], noise.draft(step))
@@ -150,7 +151,7 @@ class EagleDrafter:
         for level in range(depth):
             if level:
                 hidden_ND, seen_NR = self._level(hidden_ND, seen_NR, growth, level)
-            logits_NW = self._head.draft_logits(hidden_ND) / self._temperature
+            logits_NW = self._head.draft_logits(hidden_ND, level) / self._temperature
             law_NW = logits_NW.softmax(-1)
             shares = law_NW.topk(min(plan.width, self._head.config.num_proposable), dim=-1).values
             # A token of share zero cannot be drawn: it has no slot.
@@ -165,7 +166,7 @@ class EagleDrafter:
         for level in range(depth):
             if level:
                 hidden_ND, seen_NR = self._level(hidden_ND, seen_NR, growth, level)
-            logits_NW = self._head.draft_logits(hidden_ND)
+            logits_NW = self._head.draft_logits(hidden_ND, level)
             top = logits_NW.topk(min(plan.width, self._head.config.num_proposable), dim=-1)
             log_probs_NK = top.values - logits_NW.logsumexp(-1, keepdim=True)
             growth.add_level(log_probs_NK.tolist(), self._ids_W[top.indices].tolist(), plan.width)
@@ -183,7 +184,6 @@ class EagleDrafter:
         mask_NS = torch.nn.functional.pad(seen_NR, (self._num_rows, 0), value=True)
         ids_1N = torch.tensor([[growth.tokens[node] for node in growth.frontier]], device=device)
         position_1N = torch.full_like(ids_1N, self._num_rows + level - 1)
-        hidden_1ND = self._head.step(
-            hidden_ND[parents_N][None], ids_1N, position_1N, self._cache, mask_NS[None, None]
-        )
+        fed_1ND, mask = hidden_ND[parents_N][None], mask_NS[None, None]
+        hidden_1ND = self._head.step(fed_1ND, ids_1N, position_1N, self._cache, mask, level)
         return hidden_1ND[0], seen_NR

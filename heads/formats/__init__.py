@@ -1,36 +1,45 @@
-"""Published layouts of draft heads: write, read, and what each engine assumes."""
+"""Published layouts of draft heads: write, read, and what each engine assumes.
+
+A layout is a module with four functions: config_json and tensors write a head, read_config and
+rename read one.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig
-from outrider.heads.eagle import EagleHead
+from outrider.heads.base import DraftHead
+from outrider.heads.config import HeadConfig
 from outrider.heads.formats import native, speculators
 from outrider.heads.formats.files import CONFIG, check_tensors, read_folder, write_folder
+from outrider.heads.kinds import HEADS
 from outrider.heads.tables import Tables
 
 __all__ = ["load_head", "save_head"]
 
+LAYOUTS: dict[str, ModuleType] = {"eagle3": native, "eagle1": native}
+"""The layout that heads of a kind are written in."""
+
 
 def save_head(
-    head: EagleHead,
+    head: DraftHead,
     folder: str | Path,
     dtype: torch.dtype | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a head in the native layout, whole or not at all; returns the folder.
+    """Write a head in its kind's layout, whole or not at all; returns the folder.
 
     dtype is that of the float tensors (the head's own when left out). provenance (target name and
     hash, recipe) goes under config.json's `outrider` key, beside the head's settings.
     """
-    dtype = dtype or head.fc.weight.dtype
-    config = native.config_json(head.config, dtype, provenance or {})
-    write_folder(Path(folder), config, native.tensors(head, dtype))
+    dtype, layout = dtype or head.dtype, LAYOUTS[head.config.kind]
+    config = layout.config_json(head.config, dtype, provenance or {})
+    write_folder(Path(folder), config, layout.tensors(head, dtype))
     return Path(folder)
 
 
@@ -39,25 +48,40 @@ def load_head(
     tables: Tables,
     dtype: torch.dtype = torch.float32,
     max_length: int | None = None,
-) -> EagleHead:
-    """Read a head in the native or speculators' layout, attached to its target's tables.
+) -> DraftHead:
+    """Read a head of any kind, which its config tells, attached to its target's tables.
 
     max_length is the longest context it will see; only heads with a sliding window ask for it.
     """
     values, found = read_folder(Path(folder))
     if speculators.is_speculators(values):
-        config = speculators.read_config(values, found, tables, max_length)
+        layout = native
+        config: HeadConfig = speculators.read_config(values, found, tables, max_length)
     else:
-        config = native.read_config(values, found, tables)
-    named = native.rename(found, config)
-    named = _complete(named, config, str(folder))
+        layout = _layout(values)
+        config = layout.read_config(values, found, tables)
+    named = _complete(layout.rename(found, config), config, str(folder))
     draft_ids_W = None
     if config.is_reduced:
         draft_ids_W = named["d2t"] + torch.arange(config.draft_vocab_size)
-    head = EagleHead(config, draft_ids_W).to(dtype)
+    head = HEADS[config.kind](config, draft_ids_W).to(dtype)
     check_tensors(named, head.state_dict(), str(folder))
     head.load_state_dict(named)
     return head.attach(tables)
+
+
+def _layout(values: Mapping[str, Any]) -> ModuleType:
+    """The layout of a config.json: ours name the kind, others have keys of their own."""
+    ours = values.get("outrider")
+    if ours is None:
+        return native
+    kind = ours.get("head", {}).get("kind")
+    if kind not in LAYOUTS:
+        raise ValueError(
+            f"config.json describes a head of kind {kind!r}; this version reads "
+            f"{', '.join(sorted(LAYOUTS))}"
+        )
+    return LAYOUTS[kind]
 
 
 def read_notes(folder: str | Path) -> dict[str, Any]:
@@ -69,7 +93,7 @@ def read_notes(folder: str | Path) -> dict[str, Any]:
     return {key: value for key, value in ours.items() if key != "head"}
 
 
-def _complete(named: dict[str, Tensor], config: EagleConfig, where: str) -> dict[str, Tensor]:
+def _complete(named: dict[str, Tensor], config: HeadConfig, where: str) -> dict[str, Tensor]:
     """Check the maps; t2d follows from d2t, so engines ignore it and files may leave it out."""
     if not config.is_reduced:
         return named

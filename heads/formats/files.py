@@ -85,6 +85,29 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], whe
         )
 
 
+def check_unedited(values: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+    """Refuse a config.json whose engine keys are not those that its outrider block leads to."""
+    skipped = ("dtype", "torch_dtype", "outrider")
+    faults = [
+        f"{key} is {values.get(key)!r}, not {engine[key]!r}"
+        for key in engine
+        if key not in skipped and values.get(key) != engine[key]
+    ]
+    if faults:
+        raise ValueError(
+            f"config.json was edited: {'; '.join(faults)}; its outrider block describes another "
+            "head, so change both or export again"
+        )
+
+
+def floats_in(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, those of floats in this dtype."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def _same_kind(have: torch.dtype, want: torch.dtype) -> bool:
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return have == want or (have in floats and want in floats)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig, default_aux_layers
-from outrider.heads.eagle import EagleHead
+from outrider.heads.config import default_aux_layers
+from outrider.heads.eagle import EagleConfig, EagleHead
+from outrider.heads.formats.files import check_unedited, floats_in
 from outrider.heads.rope import rope_settings
 from outrider.heads.tables import Tables
 
@@ -99,10 +100,7 @@ def tensors(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
 
     EAGLE-1 ships a zero fc.bias: SGLang always has one and would leave it random, vLLM drops it.
     """
-    state = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in head.state_dict().items()
-    }
+    state = floats_in(dtype, head.state_dict())
     if head.config.kind == "eagle1":
         state["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=dtype)
     return state
@@ -112,22 +110,10 @@ def read_config(
     values: Mapping[str, Any], found: Mapping[str, Tensor], tables: Tables
 ) -> EagleConfig:
     """The head's config from its config.json; ours is checked against what engines will read."""
-    ours = values.get("outrider")
-    if ours is None:
+    if values.get("outrider") is None:
         return _foreign_config(values, found, tables)
-    config = EagleConfig.from_dict(ours["head"])
-    engine = config_json(config, torch.float32, {})
-    skipped = ("dtype", "torch_dtype", "outrider")
-    faults = [
-        f"{key} is {values.get(key)!r}, not {engine[key]!r}"
-        for key in engine
-        if key not in skipped and values.get(key) != engine[key]
-    ]
-    if faults:
-        raise ValueError(
-            f"config.json was edited: {'; '.join(faults)}; its outrider block describes another "
-            "head, so change both or export again"
-        )
+    config = EagleConfig.from_dict(values["outrider"]["head"])
+    check_unedited(values, config_json(config, torch.float32, {}))
     return config
 
 

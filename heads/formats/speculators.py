@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.heads.config import EagleConfig, default_aux_layers
+from outrider.heads.config import default_aux_layers
+from outrider.heads.eagle import EagleConfig
 from outrider.heads.formats.native import FLAGS, LAYER_IDS, geometry
 from outrider.heads.tables import Tables
 

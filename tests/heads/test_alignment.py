@@ -270,7 +270,7 @@ def test_loss_equals_brute_force_and_a_wrong_teacher_is_seen(
     teacher = teacher_of(head, state_PH, torch.float64)
     weight_PK = plan.valid_PK * 0.8 ** torch.arange(3)
     scored = score_pairs(
-        head.output_input(plan.pairs(hidden)), head.output_weight(), teacher, weight_PK
+        head.output_input(plan.pairs(hidden)), head.output_weights(), teacher, weight_PK
     )
     close = torch.allclose(scored.loss, wanted, atol=1e-9)
     assert close == (shift == 0)

@@ -117,7 +117,7 @@ def fused_inputs(ref: ModuleType, name: str) -> tuple[Tensor, Tensor, fused.Teac
     weight = torch.rand(PREDICTED, STEPS, dtype=torch.float64)
     weight[2] = 0
     weight[4, 1] = 0
-    output = head.output_weight().detach().clone()
+    output = head.output_weights()[0].detach().clone()
     return hidden, output, fused.teacher_of(head, state, torch.float64), weight
 
 
@@ -133,7 +133,7 @@ def test_fused_equals_autograd_in_any_chunks(
         monkeypatch.setattr(fused, "CHUNK_ELEMENTS", chunk)
         monkeypatch.setattr(fused, "SLICE_ELEMENTS", part)
         mine, table = hidden.clone().requires_grad_(), output.clone().requires_grad_()
-        scored = fused.score_pairs(mine, table, teacher, weight, name)
+        scored = fused.score_pairs(mine, [table], teacher, weight, name)
         (scored.loss * 0.7).backward()
         results.append((scored, grad(mine), grad(table)))
     mine, table = hidden.clone().requires_grad_(), output.clone().requires_grad_()
@@ -152,7 +152,7 @@ def test_fused_honours_scale_and_cap_of_the_target(ref: ModuleType):
     hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
     bent = teacher._replace(tables=teacher.tables._replace(logit_scale=2.0, softcap=1.5))
     scores = 1.5 * torch.tanh(2.0 * (teacher.state_PH @ teacher.table_WH.T) / 1.5)
-    scored = fused.score_pairs(hidden, output, bent, weight)
+    scored = fused.score_pairs(hidden, [output], bent, weight)
     wanted = losses.soft_ce(hidden @ output.T, scores.softmax(-1).unsqueeze(1))
     assert torch.allclose(scored.loss_PK, wanted)
 
@@ -161,7 +161,7 @@ def test_fused_without_rows_is_zero(ref: ModuleType):
     hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
     empty = teacher._replace(state_PH=teacher.state_PH[:0])
     mine = hidden[:0].requires_grad_()
-    scored = fused.score_pairs(mine, output.requires_grad_(), empty, weight[:0])
+    scored = fused.score_pairs(mine, [output.requires_grad_()], empty, weight[:0])
     scored.loss.backward()
     assert float(scored.loss.detach()) == 0
     assert not grad(output).any()
@@ -169,9 +169,9 @@ def test_fused_without_rows_is_zero(ref: ModuleType):
 
 def test_bf16_products_stay_near_fp32(ref: ModuleType):
     hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
-    exact = fused.score_pairs(hidden, output, teacher, weight)
+    exact = fused.score_pairs(hidden, [output], teacher, weight)
     low = teacher._replace(table_WH=teacher.table_WH.bfloat16())
-    rough = fused.score_pairs(hidden.bfloat16(), output.float(), low, weight.float())
+    rough = fused.score_pairs(hidden.bfloat16(), [output.float()], low, weight.float())
     assert rough.loss.dtype == torch.float32
     assert abs(float(rough.loss) - float(exact.loss)) < 0.02 * float(exact.loss)
 

@@ -21,8 +21,9 @@ from outrider.heads import EagleHead
 from outrider.train import eagle, optim
 from outrider.train.assembly import build, lay_ground
 from outrider.train.eagle import main
+from outrider.train.kinds import EagleRun
 from outrider.train.loop import Loop
-from outrider.train.objectives import EagleTask
+from outrider.train.objectives import DraftTask
 from outrider.train.optim import OptimSettings
 from outrider.train.parts import TrainingStopped
 from outrider.train.recipe import parse
@@ -49,7 +50,7 @@ def make(tmp_path: Path, target_folder: Path, unlike_rows: Path) -> Make:
             "clip": 0,
         }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        settings = parse([*words, *flags])
+        settings = parse([*words, *flags], EagleRun)
         torch.manual_seed(0)
         (tmp_path / output).mkdir(exist_ok=True)
         parts = build(settings, Accelerator(cpu=True))
@@ -99,13 +100,13 @@ def test_c15_averaging_micro_batches_would_be_seen(
     right = make("--accumulation", "18", output="right")
     right.fit()
     wrong = make("--accumulation", "18", output="wrong")
-    forward = EagleTask.forward
+    forward = DraftTask.forward
 
-    def averaged(self: EagleTask, work: Any) -> Any:
+    def averaged(self: DraftTask, work: Any) -> Any:
         out = forward(self, work)
         return out._replace(loss=out.loss / max(work.weight, 1e-9))
 
-    monkeypatch.setattr(EagleTask, "forward", averaged)
+    monkeypatch.setattr(DraftTask, "forward", averaged)
     wrong.fit()
     assert any(
         float((value - weights(right)[name]).abs().max()) > 1e-4
@@ -250,7 +251,7 @@ def test_plan_prints_and_spends_nothing(
 
 def test_an_unused_setting_of_ground_is_none(target_folder: Path, rows_file: Path) -> None:
     argv = ["--target", str(target_folder), "--data", str(rows_file), "--output", "unused"]
-    ground = lay_ground(parse(argv), torch.device("cpu"))
+    ground = lay_ground(parse(argv, EagleRun), torch.device("cpu"))
     assert ground.vocabulary is None
     assert not ground.head.config.is_reduced
 
@@ -271,7 +272,7 @@ def test_a_frozen_output_head_keeps_the_rows_of_the_target(
 
 def test_settings_and_provenance_lie_beside_the_weights(train: Train, tmp_path: Path) -> None:
     out = train("--epochs", "1")
-    again = parse(["--recipe", str(out / "settings.yaml")])
+    again = parse(["--recipe", str(out / "settings.yaml")], EagleRun)
     assert again.run.output == str(out)
     assert again.objective.unroll_steps == 2
     facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 
 from outrider.data.batches import Batch, Batches, StoredRow
 from outrider.heads import EagleConfig, EagleHead, Tables
-from outrider.train.objectives import EagleTask
-from outrider.train.settings import ObjectiveSettings
+from outrider.train.kinds import EagleObjective
+from outrider.train.objectives import DraftTask, task_of
 
 VOCAB, WIDTH = 61, 16
 CONFIG = LlamaConfig(
@@ -82,10 +82,10 @@ def make_head(kind: str, draft_vocab: int | None = None) -> EagleHead:
     return head.attach(tables)
 
 
-def make_task(kind: str, **changes: Any) -> EagleTask:
+def make_task(kind: str, **changes: Any) -> DraftTask:
     head = make_head(kind, 25 if kind == "eagle3" else None)
-    settings = replace(ObjectiveSettings(feature_noise=False), **changes)
-    return EagleTask(head, settings, num_steps=3 if kind == "eagle3" else 1)
+    settings = replace(EagleObjective(feature_noise=False), **changes)
+    return task_of(head, settings, num_steps=3 if kind == "eagle3" else 1)
 
 
 def predictions(row: StoredRow, num_steps: int, is_inside_V: Tensor) -> Iterator[tuple[int, int]]:
@@ -107,7 +107,7 @@ def drafted(head: EagleHead, row: StoredRow, root: int, step: int) -> Tensor:
     return feature[0, -1]
 
 
-def brute_force(task: EagleTask, rows: list[StoredRow]) -> tuple[Tensor, int]:
+def brute_force(task: DraftTask, rows: list[StoredRow]) -> tuple[Tensor, int]:
     """Loss summed over predictions, and how many there are, in plain autograd."""
     head, settings = task.head, task.objective
     ids_W = head.draft_ids_W
@@ -139,7 +139,7 @@ def packed(source: Memory, size: int, batch_size: int = 1) -> list[Batch]:
     return [batches.batch(0, index) for index in range(batches.epoch_length())]
 
 
-def losses(task: EagleTask, batches: list[Batch]) -> Tensor:
+def losses(task: DraftTask, batches: list[Batch]) -> Tensor:
     work = [task.prepare(batch) for batch in batches]
     return sum((task(one).loss for one in work), start=torch.zeros((), dtype=torch.float64))
 
@@ -251,20 +251,20 @@ def test_noise_disturbs_training_only() -> None:
     head = make_head("eagle1")
     (batch,) = packed(memory([[1] * 9]), 9)
 
-    def value(task: EagleTask) -> float:
+    def value(task: DraftTask) -> float:
         return float(task(task.prepare(batch)).loss.detach())
 
-    noisy = EagleTask(head, ObjectiveSettings(), num_steps=1)
-    quiet = EagleTask(head, ObjectiveSettings(feature_noise=False), num_steps=1)
+    noisy = task_of(head, EagleObjective(), num_steps=1)
+    quiet = task_of(head, EagleObjective(feature_noise=False), num_steps=1)
     assert value(noisy) != value(noisy)
     assert value(noisy.eval()) == value(quiet) == value(quiet)
 
 
 def test_bf16_computes_near_fp32_and_gives_fp32_gradients() -> None:
     head = make_head("eagle3", 25).float()
-    settings = ObjectiveSettings()
-    exact = EagleTask(head, settings, num_steps=3)
-    rough = EagleTask(head, settings, num_steps=3, dtype=torch.bfloat16)
+    settings = EagleObjective()
+    exact = task_of(head, settings, num_steps=3)
+    rough = task_of(head, settings, num_steps=3, dtype=torch.bfloat16)
     (batch,) = packed(memory([[0] * 4 + [1] * 20]), 24)
     values: list[float] = []
     norms: list[Tensor] = []

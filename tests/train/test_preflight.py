@@ -24,6 +24,7 @@ from outrider.train import preflight
 from outrider.train.assembly import make_head
 from outrider.train.checkpoint import latest
 from outrider.train.journal import check_tracker
+from outrider.train.kinds import EagleRun
 from outrider.train.recipe import parse
 from outrider.train.validate import spread
 from outrider.train.vocabulary import byte_tokens, choose_vocabulary, safe_ids
@@ -121,7 +122,7 @@ def test_a_gpu_that_is_not_there_is_refused(
 
 
 def test_heads_of_another_target_are_refused(target: Target) -> None:
-    settings = parse(["--target", "t", "--data", "d", "--output", "o"])
+    settings = parse(["--target", "t", "--data", "d", "--output", "o"], EagleRun)
     _, head = make_head(settings, target, [])
     changes: list[tuple[dict[str, Any], str]] = [
         (
@@ -137,7 +138,7 @@ def test_heads_of_another_target_are_refused(target: Target) -> None:
 
 
 def test_draft_ids_past_the_tokenizer_are_refused(target: Target) -> None:
-    settings = parse(["--target", "t", "--data", "d", "--output", "o"])
+    settings = parse(["--target", "t", "--data", "d", "--output", "o"], EagleRun)
     _, head = make_head(settings, target, [])
     wide = replace(head.config, tokenizer_size=128, draft_vocab_size=3)
     with pytest.raises(ValueError, match="holds id 120, but the target's tokenizer ends at 96"):
@@ -176,7 +177,7 @@ def test_fewer_packs_than_processes_are_refused() -> None:
 def test_an_export_that_changes_a_tensor_is_refused(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = parse(["--target", "t", "--data", "d", "--output", "o"])
+    settings = parse(["--target", "t", "--data", "d", "--output", "o"], EagleRun)
     _, head = make_head(settings, target, [])
     preflight.check_export(head, tables(target))
 
@@ -212,7 +213,7 @@ def test_c10_a_warm_start_keeps_the_old_heads_vocabulary_and_proposals(
 ) -> None:
     old = train("--draft-vocab", "40", output="old") / "last"
     argv = ["--target", str(target_folder), "--data", str(other_rows), "--output", "o"]
-    vocabulary, head = make_head(parse([*argv, "--init", str(old)]), target, [])
+    vocabulary, head = make_head(parse([*argv, "--init", str(old)], EagleRun), target, [])
     assert vocabulary is None
     before = load_file(old / "model.safetensors")
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
@@ -353,7 +354,7 @@ def test_a_tracker_that_does_not_start_is_told_in_a_line(
         raise RuntimeError("No API key configured")
 
     monkeypatch.setattr("accelerate.Accelerator.init_trackers", fail)
-    monkeypatch.setattr("outrider.train.eagle.check_tracker", lambda _: None)
+    monkeypatch.setattr("outrider.train.launch.check_tracker", lambda _: None)
     said = refused("--track", "tensorboard")
     assert "did not start: No API key configured" in said
     assert "WANDB_MODE=offline" in said

@@ -20,7 +20,7 @@ from outrider.data.batches import Batch
 from outrider.train import checkpoint
 from outrider.train.checkpoint import Claims, Position, Stateful, latest, step_of
 from outrider.train.journal import forget_after
-from outrider.train.objectives import EagleTask, EagleWork
+from outrider.train.objectives import DraftTask, EagleWork
 
 Train = Callable[..., Path]
 # 28 rows in 7 packs, one pack a step: 7 steps an epoch, 21 in all.
@@ -79,13 +79,13 @@ def test_c14_resume_equals_never_having_stopped(train: Train, step: int) -> None
 
 def test_c14_rows_come_in_the_same_order(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[list[str]]] = []
-    prepare = EagleTask.prepare
+    prepare = DraftTask.prepare
 
-    def spy(self: EagleTask, batch: Batch) -> EagleWork:
+    def spy(self: DraftTask, batch: Batch) -> EagleWork:
         seen.append(batch.row_ids)
         return prepare(self, batch)
 
-    monkeypatch.setattr(EagleTask, "prepare", spy)
+    monkeypatch.setattr(DraftTask, "prepare", spy)
     train(*FLAGS, output="whole")
     whole = list(seen)
     seen.clear()
@@ -243,15 +243,15 @@ def test_an_interrupt_saves_and_the_same_command_continues(
 ) -> None:
     whole = train(*FLAGS, output="whole")
     calls: list[int] = []
-    prepare = EagleTask.prepare
+    prepare = DraftTask.prepare
 
-    def interrupted(self: EagleTask, batch: Batch) -> EagleWork:
+    def interrupted(self: DraftTask, batch: Batch) -> EagleWork:
         calls.append(1)
         if len(calls) == 10:
             os.kill(os.getpid(), signal.SIGINT)
         return prepare(self, batch)
 
-    monkeypatch.setattr(EagleTask, "prepare", interrupted)
+    monkeypatch.setattr(DraftTask, "prepare", interrupted)
     with pytest.raises(SystemExit) as caught:
         train(*FLAGS, output="stopped")
     assert caught.value.code == 130

@@ -9,10 +9,15 @@ import pytest
 import yaml
 
 from outrider.train import recipe
-from outrider.train.recipe import parse, recipe_argv, shipped_recipes, to_yaml
-from outrider.train.settings import FREE_FIELDS, Settings, field_names, identity
+from outrider.train.kinds import EagleRun
+from outrider.train.recipe import recipe_argv, shipped_recipes, to_yaml
+from outrider.train.settings import FREE_FIELDS, field_names, identity
 
 NEEDED = ["--target", "t", "--data", "d", "--output", "o"]
+
+
+def parse(argv: list[str]) -> EagleRun:
+    return recipe.parse(argv, EagleRun)
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,14 +35,14 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_every_flag_has_its_own_name_and_its_own_help() -> None:
-    names = field_names()
+    names = field_names(EagleRun)
     assert len(names) == len(set(names)) > 50
     assert set(names) == set(parse(NEEDED).flat())
     assert set(names) >= FREE_FIELDS
 
 
 def test_every_group_is_listed() -> None:
-    assert [item.name for item in fields(Settings)] == [
+    assert [item.name for item in fields(EagleRun)] == [
         "target", "data", "head", "objective", "optim", "schedule", "run",
     ]  # fmt: skip
 
@@ -47,7 +52,7 @@ def test_help_is_readable_and_complete(capsys: pytest.CaptureFixture[str]) -> No
         parse(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in field_names():
+    for name in field_names(EagleRun):
         assert "--" + name.replace("_", "-") in text
     assert "Share of all steps in which the rate rises" in " ".join(text.split())
 
@@ -90,10 +95,10 @@ def test_shipped_recipes_are_found() -> None:
 def test_an_unknown_recipe_key_names_key_and_suggestion(tmp_path: Path) -> None:
     path = write(tmp_path / "r.yaml", "warm_up: 0.1\n")
     with pytest.raises(ValueError, match=r"r\.yaml has the unknown key 'warm_up'.*warmup"):
-        recipe_argv(path)
+        recipe_argv(path, EagleRun)
     path = write(tmp_path / "r.yaml", "zzz: 0.1\n")
     with pytest.raises(ValueError, match="unknown key 'zzz'; see --help"):
-        recipe_argv(path)
+        recipe_argv(path, EagleRun)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_an_unknown_recipe_key_names_key_and_suggestion(tmp_path: Path) -> None:
 )
 def test_broken_recipes_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipe_argv(write(tmp_path / "r.yaml", text))
+        recipe_argv(write(tmp_path / "r.yaml", text), EagleRun)
 
 
 def test_a_missing_recipe_lists_the_shipped_ones() -> None:
@@ -185,6 +190,7 @@ def test_a_continuation_may_change_only_what_changes_no_weight() -> None:
 def test_settings_do_not_load_torch_models() -> None:
     code = (
         "import sys; from outrider.train.recipe import parse;"
-        "parse(['--recipe', 'demo']); assert 'transformers' not in sys.modules"
+        "from outrider.train.kinds import EagleRun;"
+        "parse(['--recipe', 'demo'], EagleRun); assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

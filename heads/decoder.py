@@ -1,0 +1,131 @@
+"""Heads with a decoder layer: its arithmetic, and drafting by feeding a row's output back.
+
+Letters: B rows, T positions, N any positions, P predicted tokens, K steps, A query heads,
+E head size, D draft hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from outrider.heads.base import DraftHead, Predicted, States
+from outrider.heads.cache import HeadCache
+from outrider.heads.config import DecoderConfig
+from outrider.heads.layers import Layer, Weights, attend, mlp, rms_norm, split_heads
+from outrider.heads.plan import RowPlan
+from outrider.heads.rope import cos_sin, rotary, rotate
+from outrider.heads.unroll import unroll
+
+
+class DecoderHead(DraftHead):
+    """A head with one decoder layer like the target's own."""
+
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig, draft_ids_W: Tensor | None = None) -> None:
+        super().__init__(config, draft_ids_W)
+        self._rotary = rotary(config.rope, config.head_dim)
+
+    def queries(self, x: Tensor, position: Tensor, weights: Weights) -> Tensor:
+        """Rotated queries [..., A, E]."""
+        cos, sin = cos_sin(self._rotary, position, x.dtype)
+        return rotate(split_heads(F.linear(x, weights.q), self.config.head_dim), cos, sin)
+
+    def keys_values(self, x: Tensor, position: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Rotated keys and plain values [..., K, E]."""
+        cos, sin = cos_sin(self._rotary, position, x.dtype)
+        key = rotate(split_heads(F.linear(x, weights.k), self.config.head_dim), cos, sin)
+        return key, split_heads(F.linear(x, weights.v), self.config.head_dim)
+
+    def attend(
+        self,
+        x_BTD: Tensor,
+        position_BT: Tensor,
+        weights: Weights,
+        cache: HeadCache | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of T new rows over the cache and themselves, [B, T, A * E]."""
+        q_BTAE = self.queries(x_BTD, position_BT, weights)
+        key, value = self.keys_values(x_BTD, position_BT, weights)
+        if cache is None:
+            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        else:
+            keys, values = cache.append(key, value)
+        return attend(q_BTAE, keys, values, mask)
+
+    def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor:
+        """Output of the layer from residual and attention."""
+        hidden = residual + F.linear(attended, weights.o)
+        normed = rms_norm(hidden, weights.post_norm, self.config.rms_norm_eps)
+        return hidden + mlp(normed, weights)
+
+
+class RecurrentHead(DecoderHead):
+    """A head whose output stands in for the next state: EAGLE and MTP."""
+
+    def weights(self, dtype: torch.dtype | None = None) -> Weights:
+        """The layer's weights, cast if asked: once per training step, never for inference."""
+        raise NotImplementedError
+
+    @override
+    def project(
+        self, aux_BTF: Tensor | None, last_BTH: Tensor | None, weights: Weights | None = None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Attention input and residual from features and next tokens."""
+        raise NotImplementedError
+
+    @override
+    def output_input(
+        self, hidden: Tensor, depth: int = 0, weights: Weights | None = None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    @override
+    def step(
+        self,
+        feature_BTD: Tensor,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        cache: HeadCache | None = None,
+        mask: Tensor | None = None,
+        depth: int = 0,
+    ) -> Tensor:
+        weights = self.weights()
+        x, residual = self.enter(feature_BTD, ids_BT, weights)
+        return self.leave(residual, self.attend(x, position_BT, weights, cache, mask), weights)
+
+    @override
+    def unroll(
+        self, feature_BTD: Tensor, ids_BT: Tensor, position_BT: Tensor, plan: RowPlan
+    ) -> list[Tensor]:
+        return unroll(self, feature_BTD, ids_BT, position_BT, plan)
+
+    @override
+    def predict(self, states: States, plan: RowPlan, dtype: torch.dtype | None = None) -> Predicted:
+        weights = self.weights(dtype)
+        feature_BTD = self.project(states.aux_BTF, states.last_BTH, weights)
+        hidden = unroll(self, feature_BTD, states.ids_BT, states.position_BT, plan, weights)
+        hidden_PKD = plan.pairs(hidden)
+        return Predicted(hidden_PKD.unbind(1), self.output_input(hidden_PKD, weights=weights))
+
+
+def layer_weights(layer: Layer) -> Sequence[Tensor]:
+    """Weights of attention, MLP and the norm between them, in the order of `Weights` after fc."""
+    attention, gated = layer.self_attn, layer.mlp
+    return (
+        attention.q_proj.weight,
+        attention.k_proj.weight,
+        attention.v_proj.weight,
+        attention.o_proj.weight,
+        gated.gate_proj.weight,
+        gated.up_proj.weight,
+        gated.down_proj.weight,
+        layer.post_attention_layernorm.weight,
+    )
