@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outrider.heads.layers import Attention
 from outrider.train.muon import Muon, Split
 from outrider.train.schedule import check_range
 
@@ -83,6 +82,9 @@ def _by_split(
     head: nn.Module, inner: Iterable[Tensor]
 ) -> Iterator[tuple[Split | None, list[Tensor]]]:
     """The matrices that Muon moves, grouped by the blocks into which they fall."""
+    # Here and not above: heads load transformers, which reading settings has no use for.
+    from outrider.heads.layers import Attention
+
     splits = {}
     for module in head.modules():
         if isinstance(module, Attention):
