@@ -5,7 +5,10 @@ from outrider.heads.cache import HeadCache
 from outrider.heads.config import HeadConfig
 from outrider.heads.eagle import EagleConfig, EagleHead
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.hydra import HydraConfig, HydraHead
 from outrider.heads.kinds import CONFIGS, HEADS
+from outrider.heads.medusa import MedusaConfig, MedusaHead
+from outrider.heads.mtp import MtpConfig, MtpHead
 from outrider.heads.plan import RowPlan
 from outrider.heads.tables import Tables
 from outrider.heads.unroll import unroll
@@ -18,6 +21,12 @@ __all__ = [
     "EagleHead",
     "HeadCache",
     "HeadConfig",
+    "HydraConfig",
+    "HydraHead",
+    "MedusaConfig",
+    "MedusaHead",
+    "MtpConfig",
+    "MtpHead",
     "RowPlan",
     "States",
     "Tables",

@@ -44,6 +44,7 @@ class DraftHead(nn.Module):
     """A draft head. Parameters bear the published names; `attach` lends it the target's tables."""
 
     config: HeadConfig
+    """Never set again, so that kinds may narrow its type."""
 
     def __init__(self, config: HeadConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from outrider.heads.unroll import unroll
 class DecoderHead(DraftHead):
     """A head with one decoder layer like the target's own."""
 
-    config: DecoderConfig
+    config: DecoderConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: DecoderConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__(config, draft_ids_W)

@@ -111,7 +111,7 @@ class EagleConfig(DecoderConfig):
 class EagleHead(RecurrentHead):
     """An EAGLE-1 or EAGLE-3 head."""
 
-    config: EagleConfig
+    config: EagleConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: EagleConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__(config, draft_ids_W)
@@ -164,7 +164,7 @@ class EagleHead(RecurrentHead):
     @property
     @override
     def own_outputs(self) -> list[nn.Parameter]:
-        return [] if self.config.kind == "eagle1" else [self.lm_head.weight]
+        return [] if self.config.kind == "eagle1" else [self.lm_head.get_parameter("weight")]
 
     @property
     @override

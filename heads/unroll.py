@@ -7,8 +7,9 @@ step-by-step drafting with caches, which the tests prove in float64.
 Letters: B rows of the batch, T positions, M = B*T, N rows of the plan, D draft hidden size.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.heads.attention import chain_attention
@@ -16,12 +17,25 @@ from outrider.heads.flex import flex_chain_attention
 from outrider.heads.layers import Weights
 from outrider.heads.plan import RowPlan
 
-if TYPE_CHECKING:
-    from outrider.heads.decoder import RecurrentHead
+
+class Recurrent(Protocol):
+    """A head with one decoder layer whose output it takes back in: heads/decoder.py."""
+
+    def weights(self, dtype: torch.dtype | None = None) -> Weights: ...
+
+    def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]: ...
+
+    def queries(self, x: Tensor, position: Tensor, weights: Weights) -> Tensor: ...
+
+    def keys_values(
+        self, x: Tensor, position: Tensor, weights: Weights
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor: ...
 
 
 def unroll(
-    head: "RecurrentHead",
+    head: Recurrent,
     feature_BTD: Tensor,
     ids_BT: Tensor,
     position_BT: Tensor,

@@ -15,14 +15,20 @@ from torch import Tensor
 
 from outrider.heads.base import DraftHead
 from outrider.heads.config import HeadConfig
-from outrider.heads.formats import native, speculators
+from outrider.heads.formats import hydra, medusa, mtp, native, speculators
 from outrider.heads.formats.files import CONFIG, check_tensors, read_folder, write_folder
 from outrider.heads.kinds import HEADS
 from outrider.heads.tables import Tables
 
 __all__ = ["load_head", "save_head"]
 
-LAYOUTS: dict[str, ModuleType] = {"eagle3": native, "eagle1": native}
+LAYOUTS: dict[str, ModuleType] = {
+    "eagle3": native,
+    "eagle1": native,
+    "medusa": medusa,
+    "hydra": hydra,
+    "mtp": mtp,
+}
 """The layout that heads of a kind are written in."""
 
 
@@ -55,12 +61,12 @@ def load_head(
     """
     values, found = read_folder(Path(folder))
     if speculators.is_speculators(values):
-        layout = native
+        layout: ModuleType = native
         config: HeadConfig = speculators.read_config(values, found, tables, max_length)
     else:
         layout = _layout(values)
         config = layout.read_config(values, found, tables)
-    named = _complete(layout.rename(found, config), config, str(folder))
+    named = _complete(layout.rename(found, config, tables), config, str(folder))
     draft_ids_W = None
     if config.is_reduced:
         draft_ids_W = named["d2t"] + torch.arange(config.draft_vocab_size)
@@ -74,7 +80,13 @@ def _layout(values: Mapping[str, Any]) -> ModuleType:
     """The layout of a config.json: ours name the kind, others have keys of their own."""
     ours = values.get("outrider")
     if ours is None:
-        return native
+        if "hydra_num_heads" in values:
+            raise ValueError(
+                "config.json is that of a Hydra head made elsewhere, which does not say all that "
+                "its head needs (rotary settings, head sizes); only Hydra heads written here are "
+                "read: train one with train/hydra.py"
+            )
+        return medusa if medusa.is_medusa(values) else native
     kind = ours.get("head", {}).get("kind")
     if kind not in LAYOUTS:
         raise ValueError(

@@ -14,6 +14,8 @@ from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+OTHER_WEIGHTS = ("medusa_lm_head.safetensors",)
+"""What other makers call their file of weights."""
 
 
 class Folder(NamedTuple):
@@ -50,7 +52,9 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 def read_folder(folder: Path) -> Folder:
     """Read config and tensors; a folder in another container format is refused."""
     _recover(folder)
-    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    others = [folder / name for name in OTHER_WEIGHTS if (folder / name).is_file()]
+    weights = others[0] if others else folder / WEIGHTS
+    missing = [path.name for path in (folder / CONFIG, weights) if not path.is_file()]
     if missing:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
         raise ValueError(
@@ -59,11 +63,9 @@ def read_folder(folder: Path) -> Folder:
         )
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     try:
-        return Folder(config, load_file(folder / WEIGHTS))
+        return Folder(config, load_file(weights))
     except SafetensorError as error:
-        raise ValueError(
-            f"{folder / WEIGHTS} is damaged ({error}); fetch or train it again"
-        ) from error
+        raise ValueError(f"{weights} is damaged ({error}); fetch or train it again") from error
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.config import default_aux_layers
+from outrider.heads.config import DecoderConfig, default_aux_layers
 from outrider.heads.eagle import EagleConfig, EagleHead
 from outrider.heads.formats.files import check_unedited, floats_in
 from outrider.heads.rope import rope_settings
@@ -29,14 +29,25 @@ def config_json(
     config: EagleConfig, dtype: torch.dtype, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The config.json of a head."""
-    name = str(dtype).removeprefix("torch.")
     values = {
         "architectures": [ARCHITECTURES[config.kind]],
+        **decoder_keys(config, dtype),
+        "num_hidden_layers": 1,
+        "bias": False,
+    }
+    if config.kind == "eagle3":
+        values |= _eagle3_keys(config)
+    return {**values, "outrider": {"head": config.to_dict(), **notes}}
+
+
+def decoder_keys(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Keys of a Llama decoder layer."""
+    name = str(dtype).removeprefix("torch.")
+    return {
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -46,17 +57,13 @@ def config_json(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bias": False,
         "torch_dtype": name,
         "dtype": name,
         **_rope_keys(config),
     }
-    if config.kind == "eagle3":
-        values |= _eagle3_keys(config)
-    return {**values, "outrider": {"head": config.to_dict(), **notes}}
 
 
-def _rope_keys(config: EagleConfig) -> dict[str, Any]:
+def _rope_keys(config: DecoderConfig) -> dict[str, Any]:
     """Rotary settings in the old flat style and in the new one."""
     rope = dict(config.rope)
     keys: dict[str, Any] = {
@@ -183,7 +190,11 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} is {values[key]!r}; draft layers here have no biases")
 
 
-def rename(found: Mapping[str, Tensor], config: EagleConfig) -> dict[str, Tensor]:
+def rename(
+    found: Mapping[str, Tensor],
+    config: EagleConfig,
+    tables: Tables,  # noqa: ARG001 - other layouts hold rows of the target's
+) -> dict[str, Tensor]:
     """Tensors under this project's names: midlayer for EAGLE-3, no zero bias, no identity map."""
     named: dict[str, Tensor] = {}
     for name, tensor in found.items():

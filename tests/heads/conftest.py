@@ -7,14 +7,15 @@ import functools
 import itertools
 import math
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import EagleConfig, EagleHead, RowPlan, Tables, unroll
+from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead, RowPlan, Tables
 
 VOCAB, WIDTH, STEPS = 50, 32, 3
 Pairs = dict[tuple[int, int, int], Tensor]
@@ -41,14 +42,23 @@ FLAGS: dict[str, dict[str, Any]] = {
     "all": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "narrow": {"hidden_size": 24},
     "reduced": {"draft_vocab_size": 20},
+    "medusa": {"kind": "medusa", "num_draft_heads": 3},
+    "medusa_shared": {"kind": "medusa", "num_draft_layers": 2, "shared_output": True},
+    "medusa_reduced": {"kind": "medusa", "draft_vocab_size": 20},
+    "hydra": {"kind": "hydra", "num_draft_heads": 3},
+    "hydra_reduced": {"kind": "hydra", "draft_vocab_size": 20, "num_draft_layers": 1},
+    "hydra_prefix": {"kind": "hydra", "prefix_layer": True, "shared_output": True},
+    "mtp": {"kind": "mtp"},
+    "mtp_reduced": {"kind": "mtp", "draft_vocab_size": 20},
 }
 
 
-def make_head(**settings: Any) -> EagleHead:
+def make_head(**settings: Any) -> DraftHead:
     torch.manual_seed(0)
-    config = EagleConfig.from_target(TARGET, **settings)
+    kind = settings.get("kind", "eagle3")
+    config = CONFIGS[kind].from_target(TARGET, **settings)
     ids = torch.randperm(VOCAB)[:20].sort().values if config.is_reduced else None
-    head = EagleHead(config, ids).double()
+    head = HEADS[kind](config, ids).double()
     for parameter in head.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
     tables = Tables(
@@ -103,6 +113,47 @@ def turn(x: Tensor, position: int) -> Tensor:
     return torch.cat([turned.real, turned.imag])
 
 
+def finish_layer(
+    config: Any,
+    part: dict[str, Tensor],
+    residual: Tensor,
+    query: list[Tensor],
+    seen: tuple[list[list[Tensor]], list[Tensor]],
+) -> Tensor:
+    """Attention of one row over all keys and values, and the MLP."""
+    keys, values = seen
+    out: list[Tensor] = []
+    for index, one in enumerate(query):
+        group = index // (config.num_heads // config.num_kv_heads)
+        scores = torch.stack([one @ key[group] for key in keys]) / math.sqrt(config.head_dim)
+        weights = torch.exp(scores - scores.max())
+        weights = weights / weights.sum()
+        out.append(weights @ torch.stack([value[group] for value in values]))
+    hidden = residual + part["self_attn.o_proj.weight"] @ torch.cat(out)
+    x = norm(hidden, part["post_attention_layernorm.weight"])
+    gate = part["mlp.gate_proj.weight"] @ x
+    up = part["mlp.up_proj.weight"] @ x
+    return hidden + part["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+
+
+def plain_layer(config: Any, part: dict[str, Tensor], rows: list[Tensor]) -> Tensor:
+    """The last row of a Llama layer over rows at positions 0, 1, ..."""
+    keys: list[list[Tensor]] = []
+    values: list[Tensor] = []
+    query: list[Tensor] = []
+    for place, row in enumerate(rows):
+        x = norm(row, part["input_layernorm.weight"])
+        key = (part["self_attn.k_proj.weight"] @ x).view(config.num_kv_heads, -1)
+        keys.append([turn(one, place) for one in key])
+        values.append((part["self_attn.v_proj.weight"] @ x).view(config.num_kv_heads, -1))
+        query = [turn(one, place) for one in (part["self_attn.q_proj.weight"] @ x).view(4, -1)]
+    return finish_layer(config, part, rows[-1], query, (keys, values))
+
+
+def under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
 def reference_output(
     head: EagleHead, features: list[Tensor], tokens: list[int], places: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -127,18 +178,7 @@ def reference_output(
         keys.append([turn(one, place) for one in key])
         values.append((part["self_attn.v_proj.weight"] @ x).view(config.num_kv_heads, -1))
         query = [turn(one, place) for one in (part["self_attn.q_proj.weight"] @ x).view(4, -1)]
-    out: list[Tensor] = []
-    for index, one in enumerate(query):
-        group = index // (config.num_heads // config.num_kv_heads)
-        scores = torch.stack([one @ key[group] for key in keys]) / math.sqrt(config.head_dim)
-        weights = torch.exp(scores - scores.max())
-        weights = weights / weights.sum()
-        out.append(weights @ torch.stack([value[group] for value in values]))
-    hidden = residual + part["self_attn.o_proj.weight"] @ torch.cat(out)
-    x = norm(hidden, part["post_attention_layernorm.weight"])
-    gate = part["mlp.gate_proj.weight"] @ x
-    up = part["mlp.up_proj.weight"] @ x
-    hidden = hidden + part["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+    hidden = finish_layer(config, part, residual, query, (keys, values))
     if config.kind == "eagle1":
         return hidden, head.lent().output_VH @ hidden
     normed = norm(hidden, part["norm.weight"])
@@ -160,6 +200,80 @@ def reference_features(head: EagleHead, aux: Tensor, last: Tensor) -> list[Tenso
     return out
 
 
+def eagle_drafts(head: EagleHead, data: "Document", root: int) -> Iterator[Tensor]:
+    """Every row's output joins the rows, and the last one's is the next feature."""
+    features = reference_features(head, data.aux, data.last)[: root + 1]
+    tokens, places = data.ids[1 : root + 2], list(range(root + 1))
+    while True:
+        hidden, logits = reference_output(head, features, tokens, places)
+        yield logits
+        features, places = [*features, hidden], [*places, places[-1] + 1]
+        tokens = data.ids[1 : len(features) + 1]
+
+
+def residual_blocks(state: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    """x + silu(W x + b), layer by layer, while there are layers of this prefix."""
+    for layer in itertools.count():
+        if f"{prefix}{layer}.weight" not in state:
+            return x
+        z = state[f"{prefix}{layer}.weight"] @ x + state[f"{prefix}{layer}.bias"]
+        x = x + z / (1 + torch.exp(-z))
+    raise AssertionError
+
+
+def medusa_drafts(head: DraftHead, data: "Document", root: int) -> Iterator[Tensor]:
+    """Head i reads the state at the root and nothing else."""
+    state = head.state_dict()
+    shared = head.lent().output_VH[head.draft_ids_W]
+    for depth in range(head.config.max_drafts):
+        x = residual_blocks(state, f"blocks.{depth}.layers.", data.last[root])
+        yield state.get(f"lm_heads.{depth}.weight", shared) @ x
+
+
+def hydra_drafts(head: DraftHead, data: "Document", root: int) -> Iterator[Tensor]:
+    """Head i reads the state at the root and every token since."""
+    config, state, table = head.config, head.state_dict(), head.lent().embedding_VH
+    shared = head.lent().output_VH[head.draft_ids_W]
+    first = data.last[root]
+    if config.prefix_layer:
+        hidden = plain_layer(config, under(state, "prefix_layer."), list(data.last[: root + 1]))
+        first = norm(hidden, state["prefix_norm.weight"])
+    for depth in range(min(config.max_drafts, len(data.ids) - root - 1)):
+        tokens = data.ids[root + 1 : root + 2 + depth]
+        x = torch.cat([first, *(table[token] for token in tokens)])
+        for layer in range(config.num_draft_layers):
+            part = under(state, f"hydra_mlp.{depth}.{layer}.")
+            z = part["linear.weight"] @ x + part["linear.bias"]
+            if layer == 0:
+                x = part["res_connection.weight"] @ x + part["res_connection.bias"]
+            x = x + z / (1 + torch.exp(-z))
+        yield state.get(f"hydra_lm_head.{depth}.weight", shared) @ x
+
+
+def mtp_drafts(head: DraftHead, data: "Document", root: int) -> Iterator[Tensor]:
+    """Every row's output joins the rows in place of a state."""
+    state, table = head.state_dict(), head.lent().embedding_VH
+    output = head.lent().output_VH[head.draft_ids_W]
+    states, fused = list(data.last[: root + 1]), []
+    for place, token in enumerate(data.ids[1:]):
+        if place == len(states):
+            hidden = plain_layer(head.config, under(state, "mtp_block."), fused)
+            yield output @ norm(hidden, state["shared_head.norm.weight"])
+            states.append(hidden)
+        embed = norm(table[token], state["enorm.weight"])
+        both = torch.cat([embed, norm(states[place], state["hnorm.weight"])])
+        fused.append(state["eh_proj.weight"] @ both)
+
+
+DRAFTS: dict[str, Callable[..., Iterator[Tensor]]] = {
+    "eagle3": eagle_drafts,
+    "eagle1": eagle_drafts,
+    "medusa": medusa_drafts,
+    "hydra": hydra_drafts,
+    "mtp": mtp_drafts,
+}
+
+
 @functools.cache
 def expected(name: str) -> Pairs:
     """Brute-force logits of the head with these settings on the packed batch."""
@@ -167,36 +281,38 @@ def expected(name: str) -> Pairs:
         return brute_force(make_head(**FLAGS[name]), Packed())
 
 
-def brute_force(head: EagleHead, data: Packed) -> Pairs:
+class Document(NamedTuple):
+    """One document alone."""
+
+    ids: list[int]
+    aux: Tensor
+    last: Tensor
+
+
+def brute_force(head: DraftHead, data: Packed) -> Pairs:
     """Logits by (batch row, position of the predicted token, step), every root from scratch."""
     found: Pairs = {}
     for row, first, stop in data.documents():
-        ids = data.ids[row, first:stop].tolist()
-        features = reference_features(head, data.aux[row, first:stop], data.last[row, first:stop])
-        for root in range(len(ids) - 2):
-            feats, tokens = features[: root + 1], ids[1 : root + 2]
-            places = list(range(root + 1))
-            for step in range(STEPS):
-                target = root + step + 2
-                if target >= len(ids):
-                    break
-                hidden, logits = reference_output(head, feats, tokens, places)
+        span = (row, slice(first, stop))
+        one = Document(data.ids[span].tolist(), data.aux[span], data.last[span])
+        for root in range(len(one.ids) - 2):
+            targets = range(root + 2, min(root + 2 + STEPS, len(one.ids)))
+            drafts = DRAFTS[head.config.kind](head, one, root)
+            for target, logits in zip(targets, drafts, strict=False):
                 if data.mask[row, first + target]:
-                    found[row, first + target, step] = logits
-                feats, tokens = [*feats, hidden], [*tokens, ids[target]]
-                places = [*places, places[-1] + 1]
+                    found[row, first + target, target - root - 2] = logits
     return found
 
 
-def teacher_forced(head: EagleHead, data: Packed) -> Pairs:
+def teacher_forced(head: DraftHead, data: Packed) -> Pairs:
     """The same dictionary from the fast unrolled pass."""
     plan = RowPlan.from_mask(data.mask, data.document, STEPS)
     feature = head.project(data.aux, data.last)
-    hidden = unroll(head, feature, data.ids, data.position, plan)
-    logits = head.draft_logits(plan.pairs(hidden))
+    columns = plan.columns(head.unroll(feature, data.ids, data.position, plan))
+    logits = [head.draft_logits(column, step) for step, column in enumerate(columns)]
     width = data.ids.shape[1]
     return {
-        (int(m) // width, int(m) % width, k): logits[p, k]
+        (int(m) // width, int(m) % width, k): logits[k][p]
         for p, m in enumerate(plan.predicted_P)
         for k in range(STEPS)
         if plan.valid_PK[p, k]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads import EagleHead, HeadCache, RowPlan, unroll
+from outrider.heads import DraftHead, EagleHead, HeadCache, RowPlan, States
 from outrider.heads import unroll as unroll_module
 from outrider.heads.fused import score_pairs, teacher_of
 
@@ -24,7 +24,18 @@ NAMES = [
     "all",
     "narrow",
     "reduced",
+    "medusa",
+    "medusa_shared",
+    "medusa_reduced",
+    "hydra",
+    "hydra_reduced",
+    "hydra_prefix",
+    "mtp",
+    "mtp_reduced",
 ]
+
+KINDS = ["medusa", "hydra", "hydra_prefix", "mtp"]
+"""One setting of each kind but EAGLE."""
 
 
 def test_every_setting_is_tested(ref: ModuleType):
@@ -60,7 +71,7 @@ def test_drafting_with_a_cache_equals_brute_force(name: str, ref: ModuleType):
 
 
 def draft_one(
-    head: EagleHead, data: Any, feature: Tensor, cache: HeadCache, where: tuple[int, int, int]
+    head: DraftHead, data: Any, feature: Tensor, cache: HeadCache, where: tuple[int, int, int]
 ) -> Logits:
     row, root, stop = where
     ids, position = data.ids[row : row + 1], data.position[row : row + 1]
@@ -74,15 +85,16 @@ def draft_one(
         if target >= stop:
             break
         if data.mask[row, target]:
-            found[row, target, step] = head.draft_logits(hidden[0, 0])
+            found[row, target, step] = head.draft_logits(hidden[0, 0], step)
         place = position[:, here] + step + 1
-        hidden = head.step(hidden, ids[:, target : target + 1], place, cache)
+        hidden = head.step(hidden, ids[:, target : target + 1], place, cache, depth=step + 1)
     cache.truncate(kept)
     return found
 
 
-def test_packed_documents_equal_documents_alone(ref: ModuleType):
-    head, data = ref.make_head(), ref.Packed()
+@pytest.mark.parametrize("name", ["eagle3", *KINDS])
+def test_packed_documents_equal_documents_alone(name: str, ref: ModuleType):
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     alone: Logits = {}
     with torch.no_grad():
         together = ref.teacher_forced(head, data)
@@ -192,18 +204,55 @@ def test_a_wrong_plan_is_seen(
     assert_seen(ref)
 
 
-def assert_seen(ref: ModuleType) -> None:
+def assert_seen(ref: ModuleType, name: str = "eagle3") -> None:
     with torch.no_grad():
-        found = ref.teacher_forced(ref.make_head(), ref.Packed())
-    assert ref.difference(found, ref.expected("eagle3")) > 1e-4
+        found = ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), ref.Packed())
+    assert ref.difference(found, ref.expected(name)) > 1e-4
 
 
-def test_a_shifted_mask_is_seen(ref: ModuleType):
+def shift_rows(plan: RowPlan) -> RowPlan:
+    return dataclasses.replace(plan, row_N=(plan.row_N - 1).clamp(min=0))
+
+
+KIND_FAULTS = {
+    "medusa": [shift_rows, swap_steps],
+    "hydra": [shift_rows, shift_later_tokens, swap_steps],
+    "hydra_prefix": [shift_later_tokens, leak_documents, see_the_future, swap_steps],
+    "mtp": [shift_first_token, shift_later_tokens, leak_documents, see_the_future, swap_steps],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, fault) for name in KINDS for fault in KIND_FAULTS[name]]
+)
+def test_a_wrong_plan_is_seen_by_every_kind(
+    name: str,
+    fault: Callable[[RowPlan], RowPlan],
+    ref: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    build = RowPlan.from_mask
+    monkeypatch.setattr(RowPlan, "from_mask", lambda *args: fault(build(*args)))
+    assert_seen(ref, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_states_of_the_next_or_last_position_are_seen(name: str, shift: int, ref: ModuleType):
+    data = ref.Packed()
+    data.last = data.last.roll(shift, 1)
+    with torch.no_grad():
+        found = ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), data)
+    assert ref.difference(found, ref.expected(name)) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["eagle3", *KINDS])
+def test_a_shifted_mask_is_seen(name: str, ref: ModuleType):
     data = ref.Packed()
     data.mask = data.mask.roll(1, 1)
     with torch.no_grad():
-        found = ref.teacher_forced(ref.make_head(), data)
-    assert ref.difference(found, ref.expected("eagle3")) > 1e-4
+        found = ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), data)
+    assert ref.difference(found, ref.expected(name)) > 1e-4
 
 
 @pytest.mark.parametrize("which", ["queries", "keys_values"])
@@ -251,7 +300,7 @@ def test_target_features_in_later_steps_are_seen(ref: ModuleType, monkeypatch: p
 # The teacher
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "reduced"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "reduced", *KINDS, "medusa_shared"])
 @pytest.mark.parametrize("shift", [0, 1, -1])
 def test_loss_equals_brute_force_and_a_wrong_teacher_is_seen(
     name: str, shift: int, ref: ModuleType
@@ -265,12 +314,11 @@ def test_loss_equals_brute_force_and_a_wrong_teacher_is_seen(
         log_q = logits - logits.max() - torch.exp(logits - logits.max()).sum().log()
         wanted -= 0.8**step * (p / p.sum() * log_q).sum()
     plan = RowPlan.from_mask(data.mask, data.document, 3)
-    hidden = unroll(head, head.project(data.aux, data.last), data.ids, data.position, plan)
+    made = head.predict(States(data.aux, data.last, data.ids, data.position), plan)
     state_PH = data.last.flatten(0, 1)[plan.predicted_P - 1 + shift]
     teacher = teacher_of(head, state_PH, torch.float64)
     weight_PK = plan.valid_PK * 0.8 ** torch.arange(3)
-    scored = score_pairs(
-        head.output_input(plan.pairs(hidden)), head.output_weights(), teacher, weight_PK
-    )
+    outputs = head.output_weights()[: 3 if len(head.output_weights()) > 1 else 1]
+    scored = score_pairs(made.output_PKD, outputs, teacher, weight_PK)
     close = torch.allclose(scored.loss, wanted, atol=1e-9)
     assert close == (shift == 0)
