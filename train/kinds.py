@@ -119,3 +119,138 @@ class EagleRun(Settings):
     def num_steps(self) -> int:
         default = 1 if self.head.head == "eagle1" else 7
         return self.objective.unroll_steps or default
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthHeadsSettings(HeadSettings):
+    """What heads that each draft one depth share: Medusa's and Hydra's."""
+
+    GEOMETRY: ClassVar[Mapping[str, str]] = {
+        **HeadSettings.GEOMETRY,
+        "num_draft_heads": "num_draft_heads",
+        "num_draft_layers": "num_draft_layers",
+        "freeze_output": "shared_output",
+    }
+
+    num_draft_heads: int = 4
+    """Heads, which is tokens drafted ahead."""
+
+    num_draft_layers: int = 1
+    """Residual blocks of each head."""
+
+    freeze_output: bool = False
+    """Use the target's output rows for all heads, instead of training a copy for each: rows of
+    their own (draft vocabulary x width x heads) outweigh all else that is trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("num_draft_heads", self.num_draft_heads, low=1, high=32)
+        check_range("num_draft_layers", self.num_draft_layers, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaHeadSettings(DepthHeadsSettings):
+    """The heads' geometry; everything left out follows the target's config."""
+
+    head: Literal["medusa"] = "medusa"
+    """Medusa-1: heads on the last state of a frozen target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaRun(Settings):
+    """Train Medusa heads on the features of a frozen target.
+
+    Settings come from a recipe file (--recipe) and from flags; flags win.
+    """
+
+    head: MedusaHeadSettings
+    objective: ObjectiveSettings
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self.head.num_draft_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraHeadSettings(DepthHeadsSettings):
+    """The heads' geometry; everything left out follows the target's config."""
+
+    GEOMETRY: ClassVar[Mapping[str, str]] = {
+        **DepthHeadsSettings.GEOMETRY,
+        "prefix_layer": "prefix_layer",
+    }
+
+    head: Literal["hydra"] = "hydra"
+    """Hydra: Medusa's heads, told the tokens drafted so far."""
+
+    num_draft_layers: int = 2
+    """Residual blocks of each head; the first one narrows its input."""
+
+    prefix_layer: bool = False
+    """Run the text's states through one decoder layer first (Hydra++)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraRun(Settings):
+    """Train Hydra heads on the features of a frozen target.
+
+    Settings come from a recipe file (--recipe) and from flags; flags win.
+    """
+
+    head: HydraHeadSettings
+    objective: ObjectiveSettings
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self.head.num_draft_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpHeadSettings(HeadSettings):
+    """The module's geometry; everything left out follows the target's config."""
+
+    GEOMETRY: ClassVar[Mapping[str, str]] = {
+        **HeadSettings.GEOMETRY,
+        "head_intermediate": "intermediate_size",
+    }
+
+    head: Literal["mtp"] = "mtp"
+    """One module as in DeepSeek-V3, with the target's embedding and output head."""
+
+    head_intermediate: int | None = None
+    """Width of the module's MLP; the target's by default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_intermediate is not None:
+            check_range("head_intermediate", self.head_intermediate, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpObjective(ObjectiveSettings):
+    """What is optimised: the divergence from the target, over the unrolled draft steps."""
+
+    unroll_steps: int = 3
+    """Draft steps trained in a row; 1 trains the module as the target's own makers do."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("unroll_steps", self.unroll_steps, low=1, high=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpRun(Settings):
+    """Train an MTP module on the features of a frozen target.
+
+    Settings come from a recipe file (--recipe) and from flags; flags win.
+    """
+
+    head: MtpHeadSettings
+    objective: MtpObjective
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self.objective.unroll_steps

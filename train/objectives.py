@@ -123,7 +123,7 @@ class DraftTask(nn.Module):
 class Eagle1Task(DraftTask):
     """EAGLE-1's objective: the divergence beside a loss on the next state, over noisy features."""
 
-    objective: EagleObjective
+    objective: EagleObjective  # pyrefly: ignore[bad-override-mutable-attribute]
 
     @override
     def seen(self, batch: Batch) -> States:

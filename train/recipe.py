@@ -8,16 +8,21 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args, get_type_hints
 
 import tyro
 import yaml
 
-from outrider.train.kinds import EagleRun
+from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
 from outrider.train.settings import Settings, field_names
 
 S = TypeVar("S", bound=Settings)
-ENTRIES: dict[type[Settings], str] = {EagleRun: "train/eagle.py"}
+ENTRIES: dict[type[Settings], str] = {
+    EagleRun: "train/eagle.py",
+    MedusaRun: "train/medusa.py",
+    HydraRun: "train/hydra.py",
+    MtpRun: "train/mtp.py",
+}
 """The entry point of each kind's settings."""
 
 
@@ -26,6 +31,11 @@ def parse(argv: Sequence[str] | None, settings: type[S]) -> S:
     given = expand(list(sys.argv[1:] if argv is None else argv), settings)
     flat = (tyro.conf.OmitArgPrefixes,)
     return tyro.cli(settings, args=given, prog=ENTRIES[settings], config=flat)
+
+
+def kinds_of(settings: type[Settings]) -> tuple[str, ...]:
+    """The kinds of head that these settings can train."""
+    return get_args(get_type_hints(get_type_hints(settings)["head"])["head"])
 
 
 def expand(argv: Sequence[str], settings: type[Settings]) -> list[str]:
@@ -72,6 +82,10 @@ def recipe_argv(path: Path, settings: type[Settings]) -> list[str]:
         raise ValueError(f"recipe {path} is not valid YAML: {problem}") from problem
     if not isinstance(content, dict):
         raise ValueError(f"recipe {path} holds no `key: value` lines; write one flag a line")
+    kind = content.get("head")
+    rightful = [entry for run, entry in ENTRIES.items() if kind in kinds_of(run)]
+    if rightful and kind not in kinds_of(settings):
+        raise ValueError(f"recipe {path} is for head {kind!r}, which {rightful[0]} trains")
     known = field_names(settings)
     words: list[str] = []
     for key, value in content.items():

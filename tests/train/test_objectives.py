@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.data.batches import Batch, Batches, StoredRow
-from outrider.heads import EagleConfig, EagleHead, Tables
+from outrider.heads import CONFIGS, HEADS, DraftHead, Tables
+from outrider.heads.decoder import RecurrentHead
 from outrider.train.kinds import EagleObjective
 from outrider.train.objectives import DraftTask, task_of
 
@@ -66,11 +67,12 @@ def memory(masks: list[list[int]], *, fused: int = 3) -> Memory:
     )
 
 
-def make_head(kind: str, draft_vocab: int | None = None) -> EagleHead:
+def make_head(kind: str, draft_vocab: int | None = None, **settings: Any) -> DraftHead:
     torch.manual_seed(3)
     draft_ids = None if draft_vocab is None else torch.arange(draft_vocab) * 2
-    config = EagleConfig.from_target(CONFIG, kind=kind, draft_vocab_size=draft_vocab)
-    head = EagleHead(config, draft_ids).double()
+    sizes = {"draft_vocab_size": draft_vocab, **settings}
+    config = CONFIGS[kind].from_target(CONFIG, kind=kind, **sizes)
+    head = HEADS[kind](config, draft_ids).double()
     for value in head.parameters():
         torch.nn.init.normal_(value, std=0.3)
     tables = Tables(
@@ -82,10 +84,26 @@ def make_head(kind: str, draft_vocab: int | None = None) -> EagleHead:
     return head.attach(tables)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "medusa": {"kind": "medusa", "num_draft_heads": 3},
+    "medusa_shared": {"kind": "medusa", "num_draft_heads": 3, "shared_output": True},
+    "hydra": {"kind": "hydra", "num_draft_heads": 3},
+    "hydra_prefix": {
+        "kind": "hydra",
+        "num_draft_heads": 3,
+        "prefix_layer": True,
+        "shared_output": True,
+    },
+    "mtp": {"kind": "mtp"},
+}
+
+
 def make_task(kind: str, **changes: Any) -> DraftTask:
-    head = make_head(kind, 25 if kind == "eagle3" else None)
+    head = make_head(
+        **KINDS.get(kind, {"kind": kind}), draft_vocab=None if kind == "eagle1" else 25
+    )
     settings = replace(EagleObjective(feature_noise=False), **changes)
-    return task_of(head, settings, num_steps=3 if kind == "eagle3" else 1)
+    return task_of(head, settings, num_steps=1 if kind == "eagle1" else 3)
 
 
 def predictions(row: StoredRow, num_steps: int, is_inside_V: Tensor) -> Iterator[tuple[int, int]]:
@@ -97,9 +115,16 @@ def predictions(row: StoredRow, num_steps: int, is_inside_V: Tensor) -> Iterator
                     yield label - step - 2, step
 
 
-def drafted(head: EagleHead, row: StoredRow, root: int, step: int) -> Tensor:
-    """Output of the step-th draft from `root`, by running the whole sequence again each time."""
+def drafted(head: DraftHead, row: StoredRow, root: int, step: int) -> Tensor:
+    """What the head carries after the step-th draft from `root`, from scratch each time."""
     feature = head.project(row.aux_TF[None, : root + 1], row.last_TH[None, : root + 1])
+    if not isinstance(head, RecurrentHead):
+        carried = head.step(feature, row.ids_T[None, 1 : root + 2], torch.arange(root + 1)[None])
+        carried = carried[:, -1:]
+        for k in range(1, step + 1):
+            token = row.ids_T[None, root + 1 + k : root + 2 + k]
+            carried = head.step(carried, token, torch.tensor([[root + k]]), depth=k)
+        return carried[0, -1]
     for k in range(step + 1):
         length = root + 1 + k
         hidden = head.step(feature, row.ids_T[None, 1 : length + 1], torch.arange(length)[None])
@@ -119,7 +144,7 @@ def brute_force(task: DraftTask, rows: list[StoredRow]) -> tuple[Tensor, int]:
             hidden = drafted(head, row, root, step)
             state = row.last_TH[root + step + 1]
             teacher = (head.lent().output_VH[ids_W] @ state).softmax(-1)
-            loss = -(teacher * head.draft_logits(hidden).log_softmax(-1)).sum()
+            loss = -(teacher * head.draft_logits(hidden, step).log_softmax(-1)).sum()
             if head.config.kind == "eagle1":
                 distance = F.smooth_l1_loss(hidden, state)
                 loss = settings.token_weight * loss + settings.feature_weight * distance
@@ -128,7 +153,7 @@ def brute_force(task: DraftTask, rows: list[StoredRow]) -> tuple[Tensor, int]:
     return total, count
 
 
-def gradients(head: EagleHead) -> dict[str, Tensor]:
+def gradients(head: DraftHead) -> dict[str, Tensor]:
     found = {k: v.grad.clone() for k, v in head.named_parameters() if v.grad is not None}
     head.zero_grad(set_to_none=True)
     return found
@@ -148,7 +173,7 @@ def losses(task: DraftTask, batches: list[Batch]) -> Tensor:
 C05 = [[0, 0, 0, 0, 0, 1, 0, 0], [1] * 5 + [0] * 4, [0] * 6 + [1] * 4]
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", *KINDS])
 def test_c05_loss_and_gradients_equal_brute_force(kind: str) -> None:
     task = make_task(kind)
     source = memory(C05)
@@ -180,9 +205,10 @@ def test_c05_predictions_are_the_supervised_positions_and_nothing_after() -> Non
     assert sorted(labels.tolist()) == expected
 
 
+@pytest.mark.parametrize("kind", ["eagle1", *KINDS])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_c05_a_mask_that_is_off_by_one_is_seen(shift: int) -> None:
-    task = make_task("eagle1")
+def test_c05_a_mask_that_is_off_by_one_is_seen(shift: int, kind: str) -> None:
+    task = make_task(kind)
     source = memory(C05)
     total, _ = brute_force(task, source.stored)
     moved = [row._replace(mask_T=row.mask_T.roll(shift)) for row in source.stored]
@@ -190,9 +216,10 @@ def test_c05_a_mask_that_is_off_by_one_is_seen(shift: int) -> None:
     assert abs(float(difference.detach())) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra_prefix", "mtp"])
 @pytest.mark.parametrize("loss", ["soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda"])
-def test_every_loss_halves_add_up_and_gradients_are_finite(loss: str) -> None:
-    task = make_task("eagle3", loss=loss)
+def test_every_loss_halves_add_up_and_gradients_are_finite(loss: str, kind: str) -> None:
+    task = make_task(kind, loss=loss)
     source = memory([[0] * 4 + [1] * 8, [0] * 3 + [1] * 5, [1] * 7, [0] * 9 + [1]])
     whole = losses(task, packed(source, 30))
     whole.backward()
@@ -260,8 +287,9 @@ def test_noise_disturbs_training_only() -> None:
     assert value(noisy.eval()) == value(quiet) == value(quiet)
 
 
-def test_bf16_computes_near_fp32_and_gives_fp32_gradients() -> None:
-    head = make_head("eagle3", 25).float()
+@pytest.mark.parametrize("kind", ["eagle3", *KINDS])
+def test_bf16_computes_near_fp32_and_gives_fp32_gradients(kind: str) -> None:
+    head = make_task(kind).head.float()
     settings = EagleObjective()
     exact = task_of(head, settings, num_steps=3)
     rough = task_of(head, settings, num_steps=3, dtype=torch.bfloat16)

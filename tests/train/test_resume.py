@@ -20,7 +20,7 @@ from outrider.data.batches import Batch
 from outrider.train import checkpoint
 from outrider.train.checkpoint import Claims, Position, Stateful, latest, step_of
 from outrider.train.journal import forget_after
-from outrider.train.objectives import DraftTask, EagleWork
+from outrider.train.objectives import DraftTask, DraftWork
 
 Train = Callable[..., Path]
 # 28 rows in 7 packs, one pack a step: 7 steps an epoch, 21 in all.
@@ -81,7 +81,7 @@ def test_c14_rows_come_in_the_same_order(train: Train, monkeypatch: pytest.Monke
     seen: list[list[list[str]]] = []
     prepare = DraftTask.prepare
 
-    def spy(self: DraftTask, batch: Batch) -> EagleWork:
+    def spy(self: DraftTask, batch: Batch) -> DraftWork:
         seen.append(batch.row_ids)
         return prepare(self, batch)
 
@@ -245,7 +245,7 @@ def test_an_interrupt_saves_and_the_same_command_continues(
     calls: list[int] = []
     prepare = DraftTask.prepare
 
-    def interrupted(self: DraftTask, batch: Batch) -> EagleWork:
+    def interrupted(self: DraftTask, batch: Batch) -> DraftWork:
         calls.append(1)
         if len(calls) == 10:
             os.kill(os.getpid(), signal.SIGINT)

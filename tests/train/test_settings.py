@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from outrider.train import recipe
-from outrider.train.kinds import EagleRun
-from outrider.train.recipe import recipe_argv, shipped_recipes, to_yaml
-from outrider.train.settings import FREE_FIELDS, field_names, identity
+from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
+from outrider.train.recipe import ENTRIES, recipe_argv, shipped_recipes, to_yaml
+from outrider.train.settings import FREE_FIELDS, Settings, field_names, identity
 
 NEEDED = ["--target", "t", "--data", "d", "--output", "o"]
 
@@ -20,10 +20,12 @@ def parse(argv: list[str]) -> EagleRun:
     return recipe.parse(argv, EagleRun)
 
 
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str], run: type[Settings] = EagleRun
+) -> str:
     """The message of a refused command line, as one line; the exit code is checked."""
     with pytest.raises(SystemExit) as caught:
-        parse(argv)
+        recipe.parse(argv, run)
     assert caught.value.code == 2
     text = capsys.readouterr().err
     return " ".join(word for word in text.split() if not set(word) <= set("─│╭╮╰╯"))
@@ -83,13 +85,60 @@ def test_settings_survive_being_saved_as_a_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_shipped_recipes_parse(name: str) -> None:
-    settings = parse(["--recipe", name])
+    kind = yaml.safe_load(shipped_recipes()[name].read_text(encoding="utf-8"))["head"]
+    (run,) = (run for run in ENTRIES if kind in recipe.kinds_of(run))
+    settings = recipe.parse(["--recipe", name], run)
+    assert settings.head.head == kind
     assert settings.target.target
     assert settings.data.heldout != settings.data.data
 
 
 def test_shipped_recipes_are_found() -> None:
-    assert {"demo", "demo-quick", "eagle1"} <= set(shipped_recipes())
+    names = {"demo", "demo-quick", "eagle1", "medusa-demo", "hydra-demo", "mtp-demo"}
+    assert names <= set(shipped_recipes())
+
+
+def test_a_recipe_of_another_kind_names_its_entry_point() -> None:
+    with pytest.raises(ValueError, match=r"is for head 'medusa', which train/medusa\.py trains"):
+        parse(["--recipe", "medusa-demo"])
+    with pytest.raises(ValueError, match=r"is for head 'eagle3', which train/eagle\.py trains"):
+        recipe.parse(["--recipe", "demo"], MtpRun)
+
+
+@pytest.mark.parametrize("run", list(ENTRIES))
+def test_every_entry_has_its_own_help_and_survives_being_saved(
+    run: type[Settings], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        recipe.parse(["--help"], run)
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    names = field_names(run)
+    assert len(names) == len(set(names)) > 40
+    assert ENTRIES[run] in text
+    for name in names:
+        assert "--" + name.replace("_", "-") in text
+    settings = recipe.parse([*NEEDED, "--draft-vocab", "9"], run)
+    path = write(tmp_path / "settings.yaml", to_yaml(settings))
+    assert recipe.parse(["--recipe", str(path)], run).flat() | {"recipe": None} == settings.flat()
+    assert set(settings.head.geometry()) == {*settings.head.GEOMETRY.values()}
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "message"),
+    [
+        (MedusaRun, ["--num-draft-heads", "0"], "num_draft_heads is 0; allowed: at least 1"),
+        (HydraRun, ["--num-draft-layers", "0"], "num_draft_layers is 0; allowed: at least 1"),
+        (MtpRun, ["--unroll-steps", "0"], "unroll_steps is 0; allowed: at least 1"),
+        (MtpRun, ["--head-intermediate", "0"], "head_intermediate is 0; allowed: at least 1"),
+        (MedusaRun, ["--unroll-steps", "2"], "Unrecognized options"),
+        (HydraRun, ["--head", "medusa"], "invalid choice"),
+    ],
+)
+def test_wrong_values_of_other_kinds_are_refused(
+    run: type[Settings], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused([*NEEDED, *flags], capsys, run)
 
 
 def test_an_unknown_recipe_key_names_key_and_suggestion(tmp_path: Path) -> None:
