@@ -66,7 +66,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "training: accelerate launch train/eagle.py --help",
+            "training: accelerate launch train/{eagle,medusa,hydra,mtp}.py --help",
             "OUTRIDER_TRACEBACK=1 shows where an error came from.",
         ]
     )

@@ -1,6 +1,7 @@
 """A tiny random target, text of its own, and a head that has learned it from other text."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.texts import Text
-from outrider.heads import EagleConfig, EagleHead
+from outrider.heads import CONFIGS, HEADS, DraftHead, EagleConfig, EagleHead, RowPlan, States
+from outrider.heads.fused import score_pairs, teacher_of
 
 VOCAB, EOS, LAYERS = 61, 3, (1, 3, 5)
 MakeTexts = Callable[..., list[Text]]
@@ -108,3 +110,49 @@ def tiny_head(tiny_target: Target, make_texts: MakeTexts) -> EagleHead:
         loss.backward()
         optimizer.step()
     return head.eval().requires_grad_(requires_grad=False)
+
+
+@pytest.fixture(scope="session")
+def train_head() -> Callable[..., DraftHead]:
+    """Trains a head of any kind that reads the last state alone, for a few steps."""
+
+    def train(
+        target: Target,
+        texts: list[Text],
+        settings: dict[str, Any],
+        draft_ids_W: torch.Tensor,
+        *,
+        num_steps: int,
+        rows_a_step: int,
+        lr: float = 1e-2,
+    ) -> DraftHead:
+        torch.manual_seed(1)
+        kind = settings["kind"]
+        sizes = {"tokenizer_size": target.tokenizer_size, **settings}
+        config = CONFIGS[kind].from_target(target.config, **sizes)
+        head = HEADS[kind](config, draft_ids_W if config.is_reduced else None)
+        head.attach(tables(target)).start_from_target()
+        optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
+        rows = [torch.tensor(text.prompt_ids + text.answer_ids) for text in texts]
+        for step in range(num_steps):
+            chosen = [rows[(step * rows_a_step + i) % len(rows)] for i in range(rows_a_step)]
+            ids_BT = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+            position_BT = torch.arange(ids_BT.shape[1]).expand(ids_BT.shape)
+            lengths_B1 = torch.tensor([[len(row)] for row in chosen])
+            document_BT = (position_BT < lengths_B1).long()
+            last_BTH = target.run(ids_BT).last_BTH
+            inside_BT = torch.isin(ids_BT, head.draft_ids_W) & (document_BT > 0)
+            plan = RowPlan.from_mask(inside_BT, document_BT, min(4, config.max_drafts))
+            states = States(last_BTH[..., :0], last_BTH, ids_BT, position_BT)
+            scored = score_pairs(
+                head.predict(states, plan).output_PKD,
+                head.output_weights(),
+                teacher_of(head, last_BTH.flatten(0, 1)[plan.predicted_P - 1], torch.float32),
+                plan.valid_PK * 1.0,
+            )
+            optimizer.zero_grad()
+            (scored.loss / plan.valid_PK.sum()).backward()
+            optimizer.step()
+        return head.eval().requires_grad_(requires_grad=False)
+
+    return train

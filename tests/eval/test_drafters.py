@@ -173,9 +173,9 @@ def test_no_draft_runs_past_the_heads_positions(target, tiny_head, plan, monkeyp
     head = EagleHead(config, tiny_head.draft_ids_W).double().attach(tables(target)).eval()
     positions, step = [], head.step
 
-    def noted(feature, ids, position, *rest):
+    def noted(feature, ids, position, *rest, **options):
         positions.extend(position.flatten().tolist())
-        return step(feature, ids, position, *rest)
+        return step(feature, ids, position, *rest, **options)
 
     monkeypatch.setattr(head, "step", noted)
     drafter = EagleDrafter(head, plan_named(plan))
