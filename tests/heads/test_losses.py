@@ -148,6 +148,37 @@ def test_fused_equals_autograd_in_any_chunks(
         assert torch.allclose(grad_output, grad(table), atol=1e-12)
 
 
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_an_output_head_for_each_step_equals_autograd_in_any_chunks(
+    name: str, ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    hidden, first, teacher, weight = fused_inputs(ref, "reduced")
+    outputs = [first, first.flip(0) * 0.5, torch.randn_like(first)]
+    probs = (teacher.state_PH @ teacher.table_WH.T).softmax(-1).unsqueeze(1)
+    mine = hidden.clone().requires_grad_()
+    tables = [output.clone().requires_grad_() for output in outputs]
+    logits = torch.stack([mine[:, k] @ table.T for k, table in enumerate(tables)], 1)
+    loss = objective(name)(logits, probs.expand_as(logits))
+    ((loss * weight).sum() * 0.7).backward()
+    for chunk, part in ((1 << 20, 1 << 20), (50, 30), (1, 1)):
+        monkeypatch.setattr(fused, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(fused, "SLICE_ELEMENTS", part)
+        again = hidden.clone().requires_grad_()
+        copies = [output.clone().requires_grad_() for output in outputs]
+        scored = fused.score_pairs(again, copies, teacher, weight, name)
+        (scored.loss * 0.7).backward()
+        torch.testing.assert_close(scored.loss_PK, loss.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grad(again), grad(mine), rtol=1e-10, atol=1e-12)
+        for copy, table in zip(copies, tables, strict=True):
+            torch.testing.assert_close(grad(copy), grad(table), rtol=1e-10, atol=1e-12)
+
+
+def test_output_heads_for_some_steps_only_are_refused(ref: ModuleType):
+    hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
+    with pytest.raises(ValueError, match="2 output heads are given for 3 steps"):
+        fused.score_pairs(hidden, [output, output], teacher, weight)
+
+
 def test_fused_honours_scale_and_cap_of_the_target(ref: ModuleType):
     hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
     bent = teacher._replace(tables=teacher.tables._replace(logit_scale=2.0, softcap=1.5))
