@@ -33,7 +33,7 @@ class EvalSettings:
     """smollm2-demo, a Hub id, or a local folder."""
 
     head: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-    """Folder of an exported head, native or speculators' layout; repeat to compare heads."""
+    """Folder of an exported head of any kind, or in speculators' layout; repeat to compare."""
 
     trace: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Folder of a trace, or demo:heldout (what is used when left out); repeat for several."""

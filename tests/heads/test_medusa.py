@@ -119,6 +119,19 @@ def test_shared_rows_of_another_target_are_refused(ref: ModuleType, tmp_path: Pa
         load_head(folder, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shared_rows_may_come_from_the_target_in_half_precision(
+    dtype: torch.dtype, ref: ModuleType, tmp_path: Path
+):
+    head = ref.make_head(**ref.FLAGS["medusa_shared"]).float()
+    exact = head.lent()._replace(output_VH=head.lent().output_VH.float())
+    rough = exact._replace(output_VH=exact.output_VH.to(dtype))
+    folder = save_head(head.attach(rough), tmp_path / "rough")
+    same_head(head, load_head(folder, exact))
+    folder = save_head(head.attach(exact), tmp_path / "exact")
+    same_head(head, load_head(folder, rough))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
