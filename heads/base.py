@@ -83,6 +83,9 @@ class DraftHead(nn.Module):
         """Begin a new head near its target, where the kind knows how."""
         return self
 
+    def follow(self, old: "DraftHead") -> None:
+        """Take over what a head of the same kind has besides its weights and its vocabulary."""
+
     # Tables of the target
 
     def attach(self, tables: Tables) -> Self:

@@ -14,8 +14,9 @@ Letters: B rows, T positions, M = B*T, N rows of a plan, D hidden size, C carrie
 W draft vocabulary.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,6 +26,7 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from outrider.heads.attention import chain_attention
+from outrider.heads.base import DraftHead
 from outrider.heads.cache import HeadCache
 from outrider.heads.config import DecoderConfig, decoder_sizes, shared_sizes, text_config
 from outrider.heads.decoder import DecoderHead, layer_weights
@@ -46,11 +48,18 @@ class HydraConfig(DecoderConfig):
     """A decoder layer over the text's states comes first (Hydra++)."""
     shared_output: bool = False
     """Heads use the target's output rows as they are, instead of rows of their own."""
+    embed_gain: float = 1.0
+    """Embeddings are raised by this power of two before heads read them. Files hold the weights
+    that need no gain, so that others read the same heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_width()
         self.check_at_least_one("num_draft_heads", "num_draft_layers")
+        if self.embed_gain <= 0 or math.frexp(self.embed_gain)[0] != 0.5:
+            raise ValueError(
+                f"embed_gain is {self.embed_gain}; give a power of two, which weights take exactly"
+            )
 
     @property
     @override
@@ -75,6 +84,7 @@ class HydraConfig(DecoderConfig):
         num_draft_layers: int = 2,
         prefix_layer: bool = False,
         shared_output: bool = False,
+        embed_gain: float = 1.0,
         **sizes: Any,
     ) -> Self:
         """Geometry for a target; `sizes` are those of `shared_sizes`, the target's if left out."""
@@ -85,6 +95,7 @@ class HydraConfig(DecoderConfig):
             num_draft_layers=num_draft_layers,
             prefix_layer=prefix_layer,
             shared_output=shared_output,
+            embed_gain=embed_gain,
             **shared_sizes(text, **sizes),
             **decoder_sizes(text),
         )
@@ -109,6 +120,10 @@ class HydraBlock(nn.Module):
         """[..., C] to [..., D], in the input's own dtype."""
         kept = x if self.res_connection is None else _apply(self.res_connection, x)
         return kept + F.silu(_apply(self.linear, x))
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
 
 
 def _apply(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -148,11 +163,23 @@ class HydraHead(DecoderHead):
         for weight in self.own_outputs:
             weight.copy_(rows_WH)
         norm_H = self.lent().norm_H
-        if self.config.prefix_layer and norm_H is not None:
+        if norm_H is None:
+            return self
+        size = _rms(norm_H)
+        # Beside states of this size, embeddings of a tied target are a whisper (a fourteenth in
+        # SmolLM2), and heads that start from nothing learn next to nothing from them.
+        gain = 2.0 ** round(math.log2(size / _rms(self.lent().embedding_VH)))
+        self.config = replace(self.config, embed_gain=gain)
+        if self.config.prefix_layer:
             # One number, since the state bears the target's norm already: what comes out of the
             # prefix layer is then a state of the target's own size.
-            self.prefix_norm.weight.fill_(float(norm_H.double().square().mean().sqrt()))
+            self.prefix_norm.weight.fill_(size)
         return self
+
+    @override
+    def follow(self, old: DraftHead) -> None:
+        assert isinstance(old, HydraHead)
+        self.config = replace(self.config, embed_gain=old.config.embed_gain)
 
     @property
     @override
@@ -173,6 +200,10 @@ class HydraHead(DecoderHead):
 
     def _carry(self, state: Tensor, ids: Tensor) -> Tensor:
         return torch.cat([state, self.embed(ids, state.dtype)], dim=-1)
+
+    @override
+    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return super().embed(ids, dtype) * self.config.embed_gain
 
     @override
     def step(

@@ -112,6 +112,7 @@ def make_head(
 @torch.no_grad()
 def adopt(head: DraftHead, old: DraftHead) -> None:
     """Take over the old head's weights, its output rows by target id where both have the id."""
+    head.follow(old)
     outputs = {id(weight) for weight in old.own_outputs}
     named = old.named_parameters(remove_duplicate=False)
     head.load_state_dict({k: v for k, v in named if id(v) not in outputs}, strict=False)

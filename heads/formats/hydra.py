@@ -3,8 +3,9 @@
 What engines load: none serves Hydra; the original's own code reads these names from a pickle,
 hydra_lm_head.pt. It puts dropout before every layer of a head with a prefix layer, so that indices
 there count twice, and gives output heads a bias, which is zero here; it shares one block over the
-later layers of a head (`[block] * n`), which this project does not. Not the original's: output
-rows shared with the target (nothing is written for them) and draft vocabularies (d2t and t2d).
+later layers of a head (`[block] * n`), which this project does not. What embeddings are raised by
+here goes into the weights that read them. Not the original's: output rows shared with the target
+(nothing is written for them) and draft vocabularies (d2t and t2d).
 """
 
 import re
@@ -45,6 +46,7 @@ def tensors(head: HydraHead, dtype: torch.dtype) -> dict[str, Tensor]:
     has_prefix = head.config.prefix_layer
     state: dict[str, Tensor] = {}
     for name, tensor in floats_in(dtype, head.state_dict()).items():
+        tensor = _scaled(name, tensor, head.config, head.config.embed_gain)
         plain = name.replace("prefix_layer.", f"{PREFIX}.layers.0.", 1)
         plain = plain.replace("prefix_norm.", f"{PREFIX}.norm.", 1)
         if has_prefix:
@@ -91,5 +93,13 @@ def rename(
             plain = re.sub(r"^(hydra_lm_head\.\d+)\.1\.", r"\1.", plain)
         is_bias = plain.startswith("hydra_lm_head.") and plain.endswith(".bias")
         if not (is_bias and not bool(tensor.any())):
-            named[plain] = tensor
+            named[plain] = _scaled(plain, tensor, config, 1 / config.embed_gain)
     return named
+
+
+def _scaled(name: str, tensor: Tensor, config: HydraConfig, gain: float) -> Tensor:
+    """Weights that read embeddings, times a power of two: exact in every precision."""
+    if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name) is None:
+        return tensor
+    state, embeddings = tensor[:, : config.hidden_size], tensor[:, config.hidden_size :]
+    return torch.cat([state, embeddings * gain], dim=1)

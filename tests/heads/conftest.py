@@ -45,7 +45,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "medusa": {"kind": "medusa", "num_draft_heads": 3},
     "medusa_shared": {"kind": "medusa", "num_draft_layers": 2, "shared_output": True},
     "medusa_reduced": {"kind": "medusa", "draft_vocab_size": 20},
-    "hydra": {"kind": "hydra", "num_draft_heads": 3},
+    "hydra": {"kind": "hydra", "num_draft_heads": 3, "embed_gain": 4.0},
     "hydra_reduced": {"kind": "hydra", "draft_vocab_size": 20, "num_draft_layers": 1},
     "hydra_prefix": {"kind": "hydra", "prefix_layer": True, "shared_output": True},
     "mtp": {"kind": "mtp"},
@@ -240,7 +240,7 @@ def hydra_drafts(head: DraftHead, data: "Document", root: int) -> Iterator[Tenso
         first = norm(hidden, state["prefix_norm.weight"])
     for depth in range(min(config.max_drafts, len(data.ids) - root - 1)):
         tokens = data.ids[root + 1 : root + 2 + depth]
-        x = torch.cat([first, *(table[token] for token in tokens)])
+        x = torch.cat([first, *(config.embed_gain * table[token] for token in tokens)])
         for layer in range(config.num_draft_layers):
             part = under(state, f"hydra_mlp.{depth}.{layer}.")
             z = part["linear.weight"] @ x + part["linear.bias"]

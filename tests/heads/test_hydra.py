@@ -35,6 +35,41 @@ def test_a_new_prefix_layer_starts_from_the_size_of_the_targets_norm(ref: Module
     assert head.prefix_norm.weight.tolist() == pytest.approx([12.5**0.5] * ref.WIDTH)
 
 
+def test_a_new_head_raises_embeddings_to_the_size_of_states(ref: ModuleType):
+    head = ref.make_head(**ref.FLAGS["hydra_reduced"])
+    embedding_VH = torch.full_like(head.lent().embedding_VH, 0.1)
+    head.attach(head.lent()._replace(embedding_VH=embedding_VH, norm_H=torch.full((32,), 1.5)))
+    assert head.start_from_target().config.embed_gain == 16
+    other = ref.make_head(**ref.FLAGS["hydra_reduced"])
+    other.follow(head)
+    assert other.config == head.config
+
+
+def test_files_hold_what_the_original_code_computes_with_plain_embeddings(
+    ref: ModuleType, tmp_path: Path
+):
+    """hydra/model/hydra_heads/mlp_head.py, by the names in the file."""
+    head = ref.make_head(**ref.FLAGS["hydra"]).float()
+    found = load_file(save_head(head, tmp_path / "head") / "model.safetensors")
+    state, tokens = torch.randn(1, 1, ref.WIDTH), [5, 9, 2]
+    carried, row = state, state[0, 0]
+    for depth, token in enumerate(tokens):
+        carried = head.step(carried, torch.tensor([[token]]), torch.tensor([[0]]), depth=depth)
+        row = torch.cat([row, head.lent().embedding_VH[token].float()])
+        x = row
+        for layer in range(2):
+            part = {k: found[f"hydra_mlp.{depth}.{layer}.linear.{k}"] for k in ("weight", "bias")}
+            kept = x
+            if layer == 0:
+                name = f"hydra_mlp.{depth}.0.res_connection"
+                kept = found[f"{name}.weight"] @ x + found[f"{name}.bias"]
+            x = kept + torch.nn.functional.silu(part["weight"] @ x + part["bias"])
+        lm_head = f"hydra_lm_head.{depth}"
+        wanted = found[f"{lm_head}.weight"] @ x + found[f"{lm_head}.bias"]
+        found_logits = head.draft_logits(carried[0], depth)[0]
+        torch.testing.assert_close(found_logits, wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_only_the_prefix_layer_keeps_keys_and_only_of_the_text(ref: ModuleType):
     for name in ("hydra", "hydra_prefix"):
         head, cache = ref.make_head(**ref.FLAGS[name]), HeadCache()
@@ -120,6 +155,7 @@ def test_a_head_of_the_original_code_is_refused_in_words(ref: ModuleType, tmp_pa
     [
         ({"num_draft_heads": 0}, "num_draft_heads is 0; it must be at least 1"),
         ({"num_draft_layers": 0}, "num_draft_layers is 0"),
+        ({"embed_gain": 3.0}, "embed_gain is 3.0; give a power of two"),
         ({"hidden_size": 16}, "hidden_size is 16; a hydra head continues the target's last"),
     ],
 )
