@@ -2,9 +2,10 @@
 
 The alignment rule: row t holds the target's last state h at position t and the token x_{t+1}; head
 i predicts x_{t+2+i} from [h | e(x_{t+1}) | ... | e(x_{t+1+i})], the state beside the embeddings of
-all tokens since (Ankner et al. 2024, section 3). So what is carried from draft to draft is that
-row of vectors, one longer each time, and nothing enters a cache. With a prefix layer (Hydra++,
-section 4.3) h is first run through one decoder layer over the text's states up to t, and a norm.
+all tokens since (Ankner et al. 2024, and hydra/model/hydra_heads of their code). So what is carried
+from draft to draft is that row of vectors, one longer each time, and nothing enters a cache.
+Embeddings are raised to the size of states first (embed_gain). With a prefix layer (Hydra++) h is
+first run through one decoder layer over the text's states up to t, and a norm.
 
 A head is a residual block that narrows the row, r(row) + silu(w(row)), and further ones that do
 not, x + silu(w(x)). Blocks start at zero and r picks the state, so a new head says what the

@@ -3,7 +3,7 @@
 The alignment rule: row t holds the target's last state at position t; head i predicts x_{t+2+i}
 from it, whatever the tokens x_{t+1} .. x_{t+1+i} are. So drafts of one depth have one law, the
 head's, and a tree is the Cartesian product of the heads' likeliest tokens, pruned by the product
-of their probabilities (Cai et al. 2024, sections 2.1 and 2.2).
+of their probabilities (Cai et al. 2024, sections 2.1.1 and 2.1.2).
 
 A head is residual blocks x + silu(Wx + b) and output rows. Blocks start at zero and output rows as
 the target's, so a new head says what the target's own head says of the state: x_{t+1}, one token
