@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from outrider.eval import contest, grid
-from outrider.eval.mutants import MUTANTS, Killed, judge_all
+from outrider.eval.certificate import contest, grid
+from outrider.eval.certificate.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
 from outrider.scripts import toy_command
 
 

@@ -13,7 +13,7 @@ from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.texts import Text
+from outrider.eval.offline.texts import Text
 from outrider.heads import CONFIGS, HEADS, DraftHead, EagleConfig, EagleHead, RowPlan, States
 from outrider.heads.fused import score_pairs, teacher_of
 

@@ -10,19 +10,19 @@ import torch
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.calibrate import text_ranks
 from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.offline import score_chain
-from outrider.eval.offline_tree import score_tree
-from outrider.eval.plans import ChainPlan, DrawnPlan, StaticPlan, TreePlan, plan_named
-from outrider.eval.scores import Score
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.scores import Score
+from outrider.eval.offline.texts import Text
+from outrider.eval.offline.traces import build_trace
+from outrider.eval.offline.tree import score_tree
 from outrider.eval.stats import ratio
-from outrider.eval.texts import Text
-from outrider.eval.traces import build_trace
+from outrider.eval.trees.calibrate import text_ranks
+from outrider.eval.trees.plans import ChainPlan, DrawnPlan, StaticPlan, TreePlan, plan_named
 from outrider.heads import DraftHead
 
 LENGTH, NUM_EXACT, NUM_CHANCE = 24, 8, 24

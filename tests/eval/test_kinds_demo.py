@@ -11,11 +11,11 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.offline import score_chain
-from outrider.eval.offline_tree import score_tree
-from outrider.eval.plans import TreePlan, plan_named
-from outrider.eval.texts import read_texts
-from outrider.eval.traces import build_trace
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.offline.traces import build_trace
+from outrider.eval.offline.tree import score_tree
+from outrider.eval.trees.plans import TreePlan, plan_named
 from outrider.heads import DraftHead
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outrider.eval import rules
-from outrider.eval.law import outcomes
-from outrider.eval.tree import Tree, chain, shape_from_counts
+from outrider.eval.certificate.law import outcomes
+from outrider.eval.trees.tree import Tree, chain, shape_from_counts
 
 
 class NodeLaws:
