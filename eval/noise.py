@@ -1,4 +1,9 @@
-"""The noise of decoding, a function of seed, row and position: batch and drafts cannot move it.
+"""The noise of decoding: coins that are functions of their keys alone, whatever the batch.
+
+The coin that draws a token from the target is keyed by the token's position, so that drafts cannot
+move it: sample-and-match then writes what plain decoding writes. All other coins are keyed by the
+round too. Rules that judge from the leaf up end a round for what its later drafts were, so the next
+round must not draw those again from the same coins; `eval/keyed.py` proves the keys exactly.
 
 Dimensions: V vocabulary.
 """
@@ -17,7 +22,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 class KeyedNoise:
-    """Coins keyed by seed, row and position; `position` is that of the token after the root."""
+    """A round's coins; `position` is that of the token after the root, another in each round."""
 
     def __init__(self, seed: int, row: int, position: int) -> None:
         self._seed, self._row, self._position = seed, row, position
@@ -43,8 +48,14 @@ class KeyedNoise:
         """The coin of a drawn draft; `slot` numbers those of one depth."""
         return self._uniform(depth, Stream.DRAFT, slot)
 
+    def key(self, depth: int, stream: Stream, slot: int = 0) -> tuple[int, int, int, Stream, int]:
+        """What `uniform` makes the coin from: equal keys are one coin."""
+        if stream is Stream.TARGET:
+            return self._seed, self._row, self._position + depth, stream, slot
+        return self._seed, self._row, self._position, stream, depth << 32 | slot
+
     def _uniform(self, depth: int, stream: Stream, slot: int = 0) -> float:
-        return uniform(self._seed, self._row, self._position + depth, stream, slot)
+        return uniform(*self.key(depth, stream, slot))
 
 
 def race(weights_V: Tensor, coin: float) -> int:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from outrider.eval import contest, grid
+from outrider.eval.keyed import KeyedByPosition, judge_keys
 from outrider.eval.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
 from outrider.eval.verdict import Siblings
@@ -70,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [name for name, one in MUTANTS.items() if not settings.rule or one.rule in rules]
     is_whole = not settings.rule and not settings.tree
     is_theorem_kept = show_contests(settings) if is_whole else True
+    are_keys_sound = show_keys() if is_whole else True
     killed = [] if settings.tree else show_mutants(judge_all(names, processes=settings.processes))
     is_sound = not any(one.distance for one in results) and not any(one.is_alive for one in killed)
-    is_sound = is_sound and is_theorem_kept
+    is_sound = is_sound and is_theorem_kept and are_keys_sound
     seconds = time.perf_counter() - start
     print(f"{'all exact' if is_sound else 'NOT EXACT'}, {seconds:.0f} s")
     if settings.json is not None:
@@ -149,6 +151,20 @@ def show_contests(settings: Settings) -> bool:
         print(f"{one.name:<36}{one.mean_old:7.4f}{one.mean_new:7.4f}  {lost}", flush=True)
     print()
     return contests[0].num_lost == 0
+
+
+def show_keys() -> bool:
+    """Print whether whole texts keep the law under the decoder's keys, and that a fault is seen."""
+    print(
+        f"{'noise keys over rounds':<23}{'plan':<13}{'tokens':>6}  distance, and by position alone"
+    )
+    sound, seen = True, False
+    for one, fault in zip(judge_keys(), judge_keys(KeyedByPosition), strict=True):
+        sound, seen = sound and not one.distance, seen or fault.distance > 0
+        line = f"{one.rule:<23}{one.plan:<13}{one.num_tokens:>6}  {_distance(one.distance):<9} "
+        print(line + _distance(fault.distance), flush=True)
+    print()
+    return sound and seen
 
 
 def show_mutants(results: Any) -> list[Killed]:  # noqa: ANN401 (an iterator of them)
