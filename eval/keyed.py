@@ -134,7 +134,7 @@ def _chain(language: Language, text: Text, noise: ExactNoise, length: int) -> Pr
     laws: list[Weights] = []
     for step in range(length):
         laws.append(language.draft(text + tokens))
-        tokens += (noise.draft(step, 0, laws[-1]),)
+        tokens = (*tokens, noise.draft(step, 0, laws[-1]))
     return Proposal(tree=chain(0, tokens), laws=(None, *laws))
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outrider.heads.layers import Attention
 from outrider.train.muon import Muon, Split
 from outrider.train.schedule import check_range
 
@@ -83,7 +82,9 @@ def _by_split(
     head: nn.Module, inner: Iterable[Tensor]
 ) -> Iterator[tuple[Split | None, list[Tensor]]]:
     """The matrices that Muon moves, grouped by the blocks into which they fall."""
-    splits = {}
+    from outrider.heads.layers import Attention  # settings are read before torch models load
+
+    splits: dict[int, Split] = {}
     for module in head.modules():
         if isinstance(module, Attention):
             size = module.head_dim
