@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
+from outrider.eval.batched_k_sequential import k_sequential
+from outrider.eval.batched_path import traversal
 from outrider.eval.batched_recursive import hybrid, recursive
 from outrider.eval.batched_walk import greedy, match, one_coin, point_mass
 from outrider.eval.rules import rule_named
@@ -26,7 +28,10 @@ BATCHED: dict[str, VerifyBatch] = {
     "one_coin": one_coin,
     "iid": recursive,
     "without": recursive,
+    "k_sequential": k_sequential,
     "hybrid": hybrid,
+    "block": traversal,
+    "traversal": traversal,
 }
 """The batched form of each rule of `outrider.eval.rules.RULES`."""
 

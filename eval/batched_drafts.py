@@ -157,7 +157,8 @@ class Drafts:
     without replacement, or beside chosen ones, has that law without its elder siblings'
     tokens, normalised. None where all are chosen."""
     rows_BN: Tensor | None = None
-    """int64: the row of `q_BRV` for each node's children; 0 where it has none."""
+    """int64: the row of `q_BRV` for each node's children, any where it has none. None: that of the
+    node's own number."""
     is_drawn_BN: Tensor | None = None
     """bool: which nodes were drawn; only for hybrid siblings, where others were chosen."""
 
@@ -173,6 +174,18 @@ class Drafts:
     def is_judged_without(self) -> bool:
         """Whether a drawn token left the law of its younger siblings."""
         return self.siblings in (Siblings.WITHOUT, Siblings.HYBRID)
+
+    @property
+    def rounds_B(self) -> Tensor:  # noqa: N802 (a dimension suffix)
+        """The numbers of the rounds."""
+        return torch.arange(len(self.p_BNV), device=self.p_BNV.device)
+
+    def row_of(self, round_X: Tensor, node_X: Tensor) -> Tensor:
+        """The rows of `q_BRV` that the children of these nodes were drawn from."""
+        assert self.q_BRV is not None
+        if self.rows_BN is None:
+            return node_X.clamp(max=self.q_BRV.shape[1] - 1)
+        return self.rows_BN[round_X, node_X]
 
     def check(self) -> None:
         """Raise ValueError for values that no certificate covers; waits for the device."""
@@ -209,8 +222,7 @@ def _checks(drafts: Drafts, size: tuple[int, ...]) -> list[tuple[str, bool, str]
         (
             "p_BNV",
             p.dim() == 3 and tuple(p.shape[:2]) == size and p.dtype in floats and p.is_contiguous(),
-            "give a contiguous float32 or float64 law for each node: "
-            f"[{size[0]}, {size[1]}, vocabulary]",
+            f"give a contiguous float32 or float64 law for each node: {[*size, 'vocabulary']}",
         ),
         ("q_BRV", is_chosen or q is not None, f"give the laws that {drafts.siblings} drafts have"),
         (
@@ -222,10 +234,9 @@ def _checks(drafts: Drafts, size: tuple[int, ...]) -> list[tuple[str, bool, str]
                 and q.dtype == p.dtype
                 and q.is_contiguous()
             ),
-            f"give contiguous {p.dtype} laws over the same vocabulary: "
-            f"[{p.shape[0]}, rows, {p.shape[-1]}]",
+            f"give contiguous {p.dtype} laws over the same vocabulary, so many a round",
         ),
-        ("rows_BN", q is None or is_table(rows, torch.int64), f"give {shape}"),
+        ("rows_BN", rows is None or is_table(rows, torch.int64), f"give {shape}, or None"),
         (
             "is_drawn_BN",
             is_table(drawn, torch.bool) if is_hybrid else drawn is None,

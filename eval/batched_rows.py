@@ -14,11 +14,9 @@ BLOCK = 512
 _MOST = 2.0**100
 
 
-def rows_at(laws_BNV: Tensor, index_B: Tensor) -> Tensor:
-    """Row `index_B` of each round, copied: [B, V]."""
-    num_rounds, num_rows = laws_BNV.shape[:2]
-    start_B = torch.arange(num_rounds, device=index_B.device) * num_rows
-    return laws_BNV.flatten(0, 1).index_select(0, start_B + index_B)
+def rows_at(laws_BNV: Tensor, round_X: Tensor, index_X: Tensor) -> Tensor:
+    """One row of a round each, copied: [X, V]."""
+    return laws_BNV.flatten(0, 1).index_select(0, round_X * laws_BNV.shape[1] + index_X)
 
 
 def at(table_BN: Tensor, index_B: Tensor) -> Tensor:
@@ -26,11 +24,9 @@ def at(table_BN: Tensor, index_B: Tensor) -> Tensor:
     return table_BN.gather(1, index_B[:, None])[:, 0]
 
 
-def shares_at(laws_BNV: Tensor, rows_BX: Tensor, tokens_BX: Tensor) -> Tensor:
-    """The probabilities of tokens in rows, float64 [B, X]."""
-    num_rounds = len(laws_BNV)
-    round_B1 = torch.arange(num_rounds, device=rows_BX.device)[:, None]
-    return laws_BNV[round_B1, rows_BX, tokens_BX].double()
+def shares_at(laws_BNV: Tensor, round_X: Tensor, rows_XK: Tensor, tokens_XK: Tensor) -> Tensor:
+    """The probabilities of tokens in rows of a round each, float64 [X, K]."""
+    return laws_BNV[round_X[:, None], rows_XK, tokens_XK].double()
 
 
 def excess(p_XV: Tensor, q_XV: Tensor, times_X: Tensor) -> Tensor:
@@ -130,6 +126,6 @@ def is_repeated(tokens_XK: Tensor, is_there_XK: Tensor) -> Tensor:
 
 
 def rows_at_once(p_BNV: Tensor) -> int:
-    """How many rows of every round to work on at once: few that stay in a CPU's cache, else many."""
+    """How many rows of every round to work on at once: what stays in a CPU's cache, else many."""
     room = 1 << 28 if p_BNV.is_cuda else 1 << 19
     return max(1, room // math.prod((len(p_BNV), p_BNV.shape[-1])))

@@ -129,9 +129,8 @@ def random_problem(rule: str, siblings: Siblings, rng: random.Random) -> Problem
         laws_q.append(q)
         if node >= len(tokens):
             break
-        count = 1 if is_chain else rng.choice([0, 1, 2, 2, 3, 4])
-        if siblings is Siblings.NONE or len(tokens) + count > num_nodes:
-            count = 0
+        count = 1 if is_chain else rng.choice([0, 1, 2, 2, 3, 4] if node else [1, 2, 2, 3, 4])
+        count = 0 if siblings is Siblings.NONE else min(count, num_nodes - len(tokens))
         for token, law in _drafted(q, count, siblings, rng):
             tokens.append(token)
             parents.append(node)

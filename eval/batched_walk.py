@@ -3,7 +3,7 @@
 Each decides as its rule does on the same laws and noise. What a decision needs is looked up, not
 scanned: a row of the vocabulary is read for a draw, for the sum of a residual that another child
 is judged by, and once for all nodes where a rule needs every node's draw or sum.
-Dimensions: B rounds, N nodes, V vocabulary, K children of a node, D depths.
+Dimensions: B rounds, N nodes, V vocabulary, K children of a node, D depths, X any.
 """
 
 from collections.abc import Callable
@@ -138,12 +138,12 @@ def one_coin(drafts: Drafts, noise: Noise) -> Verdicts:
 
 def _shares(drafts: Drafts, family: _Families) -> Tensor:
     """The p of each child; a second sibling with a token already tried has none."""
-    num_rounds, num_nodes = drafts.tokens_BN.shape
+    num_nodes = drafts.tokens_BN.shape[1]
     ids_BNK = torch.arange(num_nodes, device=drafts.p_BNV.device)[:, None].expand_as(
         family.tokens_BNK
     )
     shares_BNK = rows.shares_at(
-        drafts.p_BNV, ids_BNK.reshape(num_rounds, -1), family.tokens_BNK.flatten(1)
+        drafts.p_BNV, drafts.rounds_B, ids_BNK.flatten(1), family.tokens_BNK.flatten(1)
     ).view_as(family.tokens_BNK)
     is_lost_BNK = ~family.is_there_BNK | rows.is_repeated(family.tokens_BNK, family.is_there_BNK)
     return torch.where(is_lost_BNK, 0.0, shares_BNK)
@@ -188,9 +188,10 @@ def _outside(drafts: Drafts, family: _Families) -> Tensor:
 
 def _draw_outside(drafts: Drafts, noise: Noise, path: Path) -> Verdicts:
     """End each walk with a draw from p without the children, all of them refused."""
-    kin = kin_of(drafts, path.last_B, drafts.shapes.children_BNK.shape[-1])
-    rest_BV = rows.without(rows.rows_at(drafts.p_BNV, path.last_B), kin.tokens_BK, kin.is_there_BK)
-    token_B = rows.draw(rest_BV, last_coin(noise, path, kin.is_there_BK[:, 0]))
+    kin = kin_of(drafts, drafts.rounds_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
+    p_BV = rows.rows_at(drafts.p_BNV, drafts.rounds_B, path.last_B)
+    rest_BV = rows.without(p_BV, kin.tokens_XK, kin.is_there_XK)
+    token_B = rows.draw(rest_BV, last_coin(noise, path, kin.is_there_XK[:, 0]))
     return emitted(drafts, path, token_B)
 
 
@@ -204,19 +205,18 @@ def last_coin(noise: Noise, path: Path, is_reduced_B: Tensor) -> Tensor:
 
 
 class Kin(NamedTuple):
-    """The children of one node of each round."""
+    """The children of one node each."""
 
-    nodes_BK: Tensor
-    is_there_BK: Tensor
-    index_BK: Tensor
-    """As `nodes_BK`, 0 where there is none; so are the tokens."""
-    tokens_BK: Tensor
+    nodes_XK: Tensor
+    is_there_XK: Tensor
+    index_XK: Tensor
+    """As `nodes_XK`, 0 where there is none; so are the tokens."""
+    tokens_XK: Tensor
 
 
-def kin_of(drafts: Drafts, node_B: Tensor, width: int) -> Kin:
-    """The first `width` children of these nodes."""
-    children_BNK = drafts.shapes.children_BNK
-    nodes_BK = children_BNK[torch.arange(len(node_B), device=node_B.device), node_B, :width]
-    is_there_BK, index_BK = nodes_BK >= 0, nodes_BK.clamp(min=0)
-    tokens_BK = torch.where(is_there_BK, drafts.tokens_BN.gather(1, index_BK), 0)
-    return Kin(nodes_BK, is_there_BK, index_BK, tokens_BK)
+def kin_of(drafts: Drafts, round_X: Tensor, node_X: Tensor, width: int) -> Kin:
+    """The first `width` children of a node of a round each."""
+    nodes_XK = drafts.shapes.children_BNK[round_X, node_X, :width]
+    is_there_XK, index_XK = nodes_XK >= 0, nodes_XK.clamp(min=0)
+    tokens_XK = torch.where(is_there_XK, drafts.tokens_BN[round_X[:, None], index_XK], 0)
+    return Kin(nodes_XK, is_there_XK, index_XK, tokens_XK)

@@ -1,0 +1,101 @@
+"""Batched K-SEQ, R6: the divisor rho is found in a fixed number of passes over the visited rows.
+
+Dimensions: B rounds, V vocabulary, K children of a node.
+"""
+
+import torch
+from torch import Tensor
+
+from outrider.eval import batched_rows as rows
+from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
+from outrider.eval.batched_recursive import family_of, is_impossible, laws_at, only_children
+from outrider.eval.batched_walk import emitted, last_coin, match, walk
+from outrider.eval.verdict import Siblings
+
+NUM_STEPS = 7
+_TICKS = 1 << 16
+
+
+def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
+    """Rule R6, SpecTr's K-SEQ: each child stands with min(1, p/(rho q))."""
+    if drafts.siblings is Siblings.NONE:
+        return match(drafts, noise)
+    num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
+    next_BM = only_children(drafts, noise)
+    last_rho_B = torch.ones_like(noise.coins_BN[:, 0])
+
+    def settle(depth: int, node_B: Tensor) -> Tensor:
+        nonlocal last_rho_B
+        width = drafts.shapes.widths[depth]
+        if width == 1:
+            return rows.at(next_BM, node_B)
+        is_walking_B = node_B < num_nodes
+        here_B = torch.where(is_walking_B, node_B, 0)
+        one = family_of(drafts, noise, round_B, here_B, width)
+        rho_B = divisor(*laws_at(drafts, one), one.kin.is_there_XK.sum(-1))
+        last_rho_B = torch.where(is_walking_B, rho_B, last_rho_B)
+        is_on_XK = one.coins_XK * rho_B[:, None] * one.q_XK < one.p_XK
+        is_on_XK = is_on_XK & one.kin.is_there_XK & is_walking_B[:, None]
+        return torch.where(is_on_XK, one.kin.nodes_XK, num_nodes).amin(-1)
+
+    path = walk(drafts, settle)
+    one = family_of(drafts, noise, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
+    count_B = one.kin.is_there_XK.sum(-1)
+    p_BV, q_BV = laws_at(drafts, one)
+    rest_BV = rest_weights(p_BV, q_BV, torch.where(count_B > 1, last_rho_B, 1.0), count_B)
+    is_empty_B = rest_BV.amax(-1) <= 0
+    rest_BV = torch.where(is_empty_B[:, None], p_BV, rest_BV)
+    token_B = rows.draw(rest_BV, last_coin(noise, path, count_B > 0))
+    return emitted(drafts, path, token_B, is_empty_B.long(), is_impossible(drafts))
+
+
+def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
+    """P - min(p/rho, q) (1 - (1 - beta)^K)/beta, above zero: [B, V]; p itself for no children."""
+    kept_BV = torch.minimum(p_BV / rho_B[:, None].to(p_BV.dtype), q_BV)
+    beta_B = rows.mass(kept_BV)
+    share_B = torch.where(beta_B > 0, 1 - (1 - beta_B) ** count_B, 0.0)
+    return rows.excess(p_BV, kept_BV, share_B / torch.where(beta_B > 0, beta_B, 1.0))
+
+
+def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> Tensor:
+    """The least multiple of 2^-16 at which K-SEQ is exact, or a larger one: float64 [B].
+
+    Exact for any rho with spare(rho) = rho beta - 1 + (1 - beta)^K >= 0, beta = sum min(p/rho, q).
+    The root is between 1 and K: regula falsi with the Illinois rule, then the tick above the lower
+    end, if it is enough. Only a rho that was seen to be enough is returned.
+    """
+
+    def spare(rho_B: Tensor) -> Tensor:
+        beta_B = beta(p_BV, q_BV, rho_B)
+        return rho_B * beta_B - 1 + (1 - beta_B) ** count_B
+
+    low_B = torch.ones_like(p_BV[:, 0], dtype=torch.float64)
+    high_B = count_B.clamp(min=1).double()
+    under_B, over_B = spare(low_B), spare(high_B)
+    is_one_B = (under_B >= 0) | (count_B < 2)
+    side_B = torch.zeros_like(low_B)
+    for _ in range(NUM_STEPS):
+        width_B = high_B - low_B
+        guess_B = high_B - width_B * over_B / (over_B - under_B).clamp(min=1e-300)
+        rho_B = torch.minimum(torch.maximum(guess_B, low_B), high_B)
+        found_B = spare(rho_B)
+        is_enough_B = found_B >= 0
+        high_B, low_B = (
+            torch.where(is_enough_B, rho_B, high_B),
+            torch.where(is_enough_B, low_B, rho_B),
+        )
+        # The end that stays a second time counts half, so that it moves next (Illinois).
+        halved = torch.where((side_B > 0) == is_enough_B, 0.5, 1.0)
+        under_B = torch.where(is_enough_B, under_B * torch.where(side_B == 0, 1.0, halved), found_B)
+        over_B = torch.where(is_enough_B, found_B, over_B * torch.where(side_B == 0, 1.0, halved))
+        side_B = torch.where(is_enough_B, 1.0, -1.0)
+    tick_B = (low_B * _TICKS).floor().add(1) / _TICKS
+    top_B = torch.minimum((high_B * _TICKS).ceil() / _TICKS, count_B.clamp(min=1).double())
+    rho_B = torch.where((tick_B < top_B) & (spare(tick_B) >= 0), tick_B, top_B)
+    return torch.where(is_one_B, 1.0, rho_B)
+
+
+def beta(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor) -> Tensor:
+    """Sum of min(p/rho, q), float64 [B]."""
+    inverse_B1 = (1 / rho_B)[:, None].to(p_BV.dtype)
+    return rows.mass(torch.minimum(p_BV * inverse_B1, q_BV))
