@@ -21,13 +21,13 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
-    next_BM = only_children(drafts, noise)
+    next_BM = only_children(drafts, noise) if 1 in drafts.shapes.widths else None
     last_rho_B = torch.ones_like(noise.coins_BN[:, 0])
 
     def settle(depth: int, node_B: Tensor) -> Tensor:
         nonlocal last_rho_B
         width = drafts.shapes.widths[depth]
-        if width == 1:
+        if next_BM is not None and width == 1:
             return rows.at(next_BM, node_B)
         is_walking_B = node_B < num_nodes
         here_B = torch.where(is_walking_B, node_B, 0)
@@ -69,28 +69,30 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> Tensor:
         beta_B = beta(p_BV, q_BV, rho_B)
         return rho_B * beta_B - 1 + (1 - beta_B) ** count_B
 
-    low_B = torch.ones_like(p_BV[:, 0], dtype=torch.float64)
-    high_B = count_B.clamp(min=1).double()
+    most_B = count_B.clamp(min=1).double()
+    low_B, high_B = torch.ones_like(most_B), most_B
     under_B, over_B = spare(low_B), spare(high_B)
-    is_one_B = (under_B >= 0) | (count_B < 2)
-    side_B = torch.zeros_like(low_B)
+    is_one_B = under_B >= 0
+    was_enough_B = None
     for _ in range(NUM_STEPS):
-        width_B = high_B - low_B
-        guess_B = high_B - width_B * over_B / (over_B - under_B).clamp(min=1e-300)
-        rho_B = torch.minimum(torch.maximum(guess_B, low_B), high_B)
+        slope_B = (over_B - under_B).clamp(min=1e-300)
+        rho_B = torch.maximum(high_B - (high_B - low_B) * over_B / slope_B, low_B)
         found_B = spare(rho_B)
         is_enough_B = found_B >= 0
+        if was_enough_B is not None:  # the end that stays a second time counts half (Illinois)
+            halved_B = 1 - 0.5 * (is_enough_B == was_enough_B)
+            under_B, over_B = under_B * halved_B, over_B * halved_B
         high_B, low_B = (
             torch.where(is_enough_B, rho_B, high_B),
             torch.where(is_enough_B, low_B, rho_B),
         )
-        # The end that stays a second time counts half, so that it moves next (Illinois).
-        halved = torch.where((side_B > 0) == is_enough_B, 0.5, 1.0)
-        under_B = torch.where(is_enough_B, under_B * torch.where(side_B == 0, 1.0, halved), found_B)
-        over_B = torch.where(is_enough_B, found_B, over_B * torch.where(side_B == 0, 1.0, halved))
-        side_B = torch.where(is_enough_B, 1.0, -1.0)
+        under_B, over_B = (
+            torch.where(is_enough_B, under_B, found_B),
+            torch.where(is_enough_B, found_B, over_B),
+        )
+        was_enough_B = is_enough_B
     tick_B = (low_B * _TICKS).floor().add(1) / _TICKS
-    top_B = torch.minimum((high_B * _TICKS).ceil() / _TICKS, count_B.clamp(min=1).double())
+    top_B = torch.minimum((high_B * _TICKS).ceil() / _TICKS, most_B)
     rho_B = torch.where((tick_B < top_B) & (spare(tick_B) >= 0), tick_B, top_B)
     return torch.where(is_one_B, 1.0, rho_B)
 

@@ -7,6 +7,7 @@ one for each elder sibling. Dimensions: B rounds, N nodes, V vocabulary, K child
 X any.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,8 +49,6 @@ class Judged(NamedTuple):
     child_X: Tensor
     """The child that stands, or N."""
     rest: Rest
-    is_reduced_X: Tensor
-    """Whether a child was refused."""
     num_degenerate_X: Tensor
 
 
@@ -86,11 +85,14 @@ def family_of(drafts: Drafts, noise: Noise, round_X: Tensor, node_X: Tensor, wid
     )
 
 
-def laws_at(drafts: Drafts, one: Family) -> tuple[Tensor, Tensor]:
-    """The rows of p and q at these nodes, [X, V] each."""
+def laws_at(
+    drafts: Drafts, one: Family, first: int = 0, count: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The rows of p and q at these nodes, or at `count` of them: [X, V] each."""
     assert drafts.q_BRV is not None
-    p_XV = rows.rows_at(drafts.p_BNV, one.round_X, one.node_X)
-    return p_XV, rows.rows_at(drafts.q_BRV, one.round_X, one.row_X)
+    these = slice(first, None if count is None else first + count)
+    p_XV = rows.rows_at(drafts.p_BNV, one.round_X[these], one.node_X[these])
+    return p_XV, rows.rows_at(drafts.q_BRV, one.round_X[these], one.row_X[these])
 
 
 def left_masses(q_XK: Tensor, outside_X: Tensor) -> Tensor:
@@ -126,20 +128,21 @@ def reduced_factor(factor_X: Tensor, mass_X: Tensor, left_X: Tensor) -> Tensor:
     return factor_X + mass_X / left_X
 
 
-def kept_shares(one: Family, rest: Rest) -> Tensor:
-    """What the children's tokens have beyond [p - c q]+, [B, K]; never below zero."""
-    factor_X1 = rest.factor_X[:, None]
-    kept_XK = (one.p_XK - torch.minimum(rest.frozen_XK, factor_X1) * one.q_XK).relu()
-    return torch.where(one.kin.is_there_XK, kept_XK - (one.p_XK - factor_X1 * one.q_XK).relu(), 0.0)
+def elder_shares(one: Family, factor_X: Tensor, slot: int) -> Tensor:
+    """The part of the sum of [p - c q]+ on the tokens before this slot, [X]."""
+    return (one.p_XK[:, :slot] - factor_X[:, None] * one.q_XK[:, :slot]).relu().sum(-1)
 
 
 def rest_weights(drafts: Drafts, one: Family, rest: Rest, p_XV: Tensor, q_XV: Tensor) -> Tensor:
     """The row of what is left, not normalised: [X, V]."""
     weights_XV = rows.excess(p_XV, q_XV, rest.factor_X)
-    if drafts.is_judged_without and one.q_XK.shape[1] > 1:
-        kept_XK = kept_shares(one, rest).to(p_XV.dtype)
-        weights_XV = weights_XV.scatter_add(-1, one.kin.tokens_XK, kept_XK)
-    return weights_XV
+    if not drafts.is_judged_without or one.q_XK.shape[1] == 1:
+        return weights_XV
+    factor_X1 = rest.factor_X[:, None]
+    # What the elder siblings' tokens have beyond that; zero where there is no child, as q is.
+    kept_XK = (one.p_XK - torch.minimum(rest.frozen_XK, factor_X1) * one.q_XK).relu()
+    kept_XK = kept_XK - (one.p_XK - factor_X1 * one.q_XK).relu()
+    return weights_XV.scatter_add(-1, one.kin.tokens_XK, kept_XK.to(p_XV.dtype))
 
 
 def draw_rest(drafts: Drafts, noise: Noise, one: Family, rest: Rest, is_reduced_X: Tensor) -> Drawn:
@@ -160,28 +163,50 @@ def recursive(drafts: Drafts, noise: Noise) -> Verdicts:
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
-    next_BM = only_children(drafts, noise)
+    width = drafts.shapes.children_BNK.shape[-1]
+    next_BM = only_children(drafts, noise) if 1 in drafts.shapes.widths else None
+    one_B = torch.ones_like(noise.coins_BN[:, 0])
     num_degenerate_B = torch.zeros_like(round_B)
+    rest = Rest(one_B, torch.full_like(one_B[:, None].expand(-1, width), torch.inf))
 
     def settle(depth: int, node_B: Tensor) -> Tensor:
-        nonlocal num_degenerate_B
-        width = drafts.shapes.widths[depth]
-        if width == 1:
-            return rows.at(next_BM, node_B)
+        nonlocal num_degenerate_B, rest
         is_walking_B = node_B < num_nodes
+        if next_BM is not None and drafts.shapes.widths[depth] == 1:  # an only child that is refused leaves [p - q]+
+            rest = Rest(torch.where(is_walking_B, one_B, rest.factor_X), rest.frozen_XK)
+            return rows.at(next_BM, node_B)
         here_B = torch.where(is_walking_B, node_B, 0)
-        found = judge(drafts, family_of(drafts, noise, round_B, here_B, width))
-        is_on_B = is_walking_B & (found.child_X < num_nodes)
-        num_degenerate_B = num_degenerate_B + found.num_degenerate_X * is_on_B
-        return torch.where(is_on_B, found.child_X, num_nodes)
+        one = family_of(drafts, noise, round_B, here_B, drafts.shapes.widths[depth])
+        found = judge(drafts, one)
+        num_degenerate_B = num_degenerate_B + found.num_degenerate_X * is_walking_B
+        rest = _where_walking(is_walking_B, found.rest, rest)
+        return torch.where(is_walking_B, found.child_X, num_nodes)
 
     path = walk(drafts, settle)
-    # Once more where the walk ended, for what is left there.
-    one = family_of(drafts, noise, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
-    found = judge(drafts, one)
-    drawn = draw_rest(drafts, noise, one, found.rest, found.is_reduced_X)
-    num_degenerate_B = num_degenerate_B + found.num_degenerate_X + drawn.is_empty_X
+    one = family_of(drafts, noise, round_B, path.last_B, width)
+    is_reduced_B = one.kin.is_there_XK[:, 0]
+    frozen_BK = rest.frozen_XK
+    if width > 1:
+        frozen_BK = torch.where(one.kin.is_there_XK[:, 1:2], frozen_BK, torch.inf)
+    rest = Rest(rest.factor_X * is_reduced_B, frozen_BK)
+    drawn = draw_rest(drafts, noise, one, rest, is_reduced_B)
+    num_degenerate_B = num_degenerate_B + drawn.is_empty_X
     return emitted(drafts, path, drawn.token_X, num_degenerate_B, is_impossible(drafts))
+
+
+def _where_walking(is_walking_B: Tensor, new: Rest, old: Rest) -> Rest:
+    """The rest at the node that a round is at, or stopped at; slots beyond the depth's are kept."""
+    width = new.frozen_XK.shape[1]
+    return Rest(
+        torch.where(is_walking_B, new.factor_X, old.factor_X),
+        torch.cat(
+            [
+                torch.where(is_walking_B[:, None], new.frozen_XK, old.frozen_XK[:, :width]),
+                old.frozen_XK[:, width:],
+            ],
+            1,
+        ),
+    )
 
 
 def only_children(drafts: Drafts, noise: Noise) -> Tensor:
@@ -200,49 +225,67 @@ def only_children(drafts: Drafts, noise: Noise) -> Tensor:
 
 
 def judge(drafts: Drafts, one: Family) -> Judged:
-    """Try the drawn children of each node in turn."""
+    """Try the children of each node in turn, at least two of them."""
     num_nodes, width = drafts.tokens_BN.shape[1], one.q_XK.shape[1]
-    rest = nothing_refused(one)
-    mass_X, child_X = torch.ones_like(rest.factor_X), torch.full_like(one.node_X, num_nodes)
-    num_degenerate_X, is_reduced_X = torch.zeros_like(child_X), torch.zeros_like(child_X) > 0
-    laws = laws_at(drafts, one) if width > 1 else None
+    factor_X, mass_X = torch.zeros_like(one.q_XK[:, 0]), torch.ones_like(one.q_XK[:, 0])
+    is_open_X, child_X = one.node_X >= 0, torch.full_like(one.node_X, num_nodes)
+    num_degenerate_X, kept_X, frozen = torch.zeros_like(child_X), torch.zeros_like(mass_X), []
+    laws = [laws_at(drafts, one)]
     for slot in range(width):
-        q_X, left_X = one.q_XK[:, slot], one.left_XK[:, slot]
-        share_X = (one.p_XK[:, slot] - rest.factor_X * q_X).relu()
-        is_tried_X = one.is_drawn_XK[:, slot] & (child_X == num_nodes)
+        p_X, q_X, left_X = one.p_XK[:, slot], one.q_XK[:, slot], one.left_XK[:, slot]
+        share_X = (p_X - factor_X * q_X).relu()
+        is_tried_X = is_open_X & one.is_drawn_XK[:, slot]
         is_on_X = is_tried_X & stands(one.coins_XK[:, slot], share_X, mass_X, q_X, left_X)
         child_X = torch.where(is_on_X, one.kin.nodes_XK[:, slot], child_X)
-        is_refused_X = is_tried_X & ~is_on_X
-        is_reduced_X = is_reduced_X | is_refused_X
-        factor_X = reduced_factor(rest.factor_X, mass_X, left_X)
-        if laws is not None:  # an only child's residual is looked at where it is drawn from
-            less_X = rest_mass(drafts, one, Rest(factor_X, rest.frozen_XK), *laws)
-            num_degenerate_X = num_degenerate_X + (is_refused_X & (less_X <= 0))
-            is_refused_X = is_refused_X & (less_X > 0)
-            mass_X = torch.where(is_refused_X, less_X, mass_X)
-        factor_X = torch.where(is_refused_X, factor_X, rest.factor_X)
-        rest = Rest(factor_X, frozen_at(drafts, rest.frozen_XK, factor_X, slot))
-    return Judged(child_X, rest, is_reduced_X, num_degenerate_X)
+        is_open_X = is_tried_X & ~is_on_X
+        less = refused(drafts, one, slot, reduced_factor(factor_X, mass_X, left_X), kept_X, laws)
+        is_less_X = is_open_X & (less.mass_X > 0)
+        num_degenerate_X = num_degenerate_X + (is_open_X ^ is_less_X)
+        mass_X = torch.where(is_less_X, less.mass_X, mass_X)
+        factor_X = torch.where(is_less_X, less.factor_X, factor_X)
+        kept_X = kept_after(drafts, kept_X, p_X, factor_X, q_X)
+        frozen.append(factor_X)
+    return Judged(child_X, Rest(factor_X, torch.stack(frozen, 1)), num_degenerate_X)
 
 
-def nothing_refused(one: Family) -> Rest:
-    """All of p."""
-    frozen_XK = torch.full_like(one.coins_XK, torch.inf)
-    return Rest(torch.zeros_like(one.coins_XK[:, 0]), frozen_XK)
+class Less(NamedTuple):
+    """What a refusal leaves: the factor, and the sum of [p - c q]+ with it."""
+
+    factor_X: Tensor
+    mass_X: Tensor
 
 
-def rest_mass(drafts: Drafts, one: Family, rest: Rest, p_XV: Tensor, q_XV: Tensor) -> Tensor:
-    """The sum of what is left, float64 [X]."""
-    mass_X = rows.mass(rows.excess(p_XV, q_XV, rest.factor_X))
-    return mass_X + kept_shares(one, rest).sum(-1) if drafts.is_judged_without else mass_X
+def refused(
+    drafts: Drafts,
+    one: Family,
+    slot: int,
+    factor_X: Tensor,
+    kept_X: Tensor,
+    laws: Sequence[tuple[Tensor, Tensor]],
+) -> Less:
+    """Refuse this slot's child; `laws` hold p and q of these nodes, a few after the others.
+
+    `kept_X` is what the tokens before this slot have, whatever the factor. Nodes beyond those of
+    `laws` have no such child, and a mass of zero.
+    """
+    size = len(laws[0][0])
+    masses = [
+        rows.mass(rows.excess(p_XV, q_XV, factor_X[number * size : (number + 1) * size]))
+        for number, (p_XV, q_XV) in enumerate(laws)
+    ]
+    if len(laws) * size < len(factor_X):
+        masses.append(torch.zeros_like(factor_X[len(laws) * size :]))
+    mass_X = masses[0] if len(masses) == 1 else torch.cat(masses)
+    if drafts.is_judged_without and slot:
+        mass_X = mass_X + (kept_X - elder_shares(one, factor_X, slot))
+    return Less(factor_X, mass_X)
 
 
-def frozen_at(drafts: Drafts, frozen_XK: Tensor, factor_X: Tensor, slot: int) -> Tensor:
-    """This slot's token stays at the factor that it has now, where it leaves the law."""
-    if not drafts.is_judged_without:
-        return frozen_XK
-    is_it_K = torch.arange(frozen_XK.shape[1], device=frozen_XK.device) == slot
-    return torch.where(is_it_K, factor_X[:, None], frozen_XK)
+def kept_after(
+    drafts: Drafts, kept_X: Tensor, p_X: Tensor, factor_X: Tensor, q_X: Tensor
+) -> Tensor:
+    """What is kept once this slot's token has left the law of the next ones."""
+    return kept_X + (p_X - factor_X * q_X).relu() if drafts.is_judged_without else kept_X
 
 
 def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
@@ -258,7 +301,7 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
         here_B = torch.where(is_walking_B, node_B, 0)
         one = family_of(drafts, noise, round_B, here_B, drafts.shapes.widths[depth])
         found = judge_one(drafts, one)
-        drawn = draw_rest(drafts, noise, one, found.rest, found.is_reduced_X)
+        drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
         is_chosen_BK = one.kin.is_there_XK & ~one.is_drawn_XK
         is_it_BK = is_chosen_BK & (one.kin.tokens_XK == drawn.token_X[:, None])
         chosen_B = torch.where(is_it_BK, one.kin.nodes_XK, num_nodes).amin(-1)
@@ -271,7 +314,7 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
     path = walk(drafts, settle)
     one = family_of(drafts, noise, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
     found = judge_one(drafts, one)
-    drawn = draw_rest(drafts, noise, one, found.rest, found.is_reduced_X)
+    drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
     num_degenerate_B = num_degenerate_B + drawn.is_empty_X
     return emitted(drafts, path, drawn.token_X, num_degenerate_B, is_impossible(drafts))
 
@@ -299,6 +342,5 @@ def judge_one(drafts: Drafts, one: Family) -> Judged:
             torch.where(is_refused_X1, factor_X1, 0.0)[:, 0],
             torch.where(is_elder_XK, 0.0, torch.inf),
         ),
-        is_reduced_X=is_refused_X1[:, 0],
         num_degenerate_X=torch.zeros_like(child_X1[:, 0]),
     )

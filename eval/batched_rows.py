@@ -127,5 +127,5 @@ def is_repeated(tokens_XK: Tensor, is_there_XK: Tensor) -> Tensor:
 
 def rows_at_once(p_BNV: Tensor) -> int:
     """How many rows of every round to work on at once: what stays in a CPU's cache, else many."""
-    room = 1 << 28 if p_BNV.is_cuda else 1 << 19
+    room = 1 << 28 if p_BNV.is_cuda else 1 << 20
     return max(1, room // math.prod((len(p_BNV), p_BNV.shape[-1])))

@@ -1,8 +1,10 @@
 """The weights of traversal verification, R10, on trees: a depth at a time, few rows at once.
 
-Dimensions: B rounds, N nodes, V vocabulary, K children of a node, X nodes of one depth.
+Dimensions: B rounds, N nodes, V vocabulary, K children of a node, X nodes of one depth, of all
+rounds.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,11 +16,10 @@ from outrider.eval.batched_recursive import (
     Family,
     Rest,
     family_of,
-    frozen_at,
+    kept_after,
     laws_at,
-    nothing_refused,
     reduced_factor,
-    rest_mass,
+    refused,
 )
 
 
@@ -48,28 +49,28 @@ def tree_weights(drafts: Drafts, noise: Noise) -> Weights:
     num_rounds, num_nodes = drafts.tokens_BN.shape
     shapes, step = drafts.shapes, rows.rows_at_once(drafts.p_BNV)
     # One column more, for nodes that are not there.
-    size = num_nodes + 1
+    size, num_degenerate_BK = num_nodes + 1, None
     reached_Y = torch.zeros_like(noise.coins_BN[:, 0]).repeat_interleave(size)
     reached_Y = reached_Y.index_fill(0, drafts.rounds_B * size, 1.0)
-    stands_Y, num_degenerate_BK = torch.zeros_like(reached_Y), None
+    stands_Y = torch.zeros_like(reached_Y)
     for depth, group in enumerate(shapes.groups):
         for first in range(0, group[0], step):
-            node_BM = shapes.levels_BDM[:, depth, first : min(first + step, group[0])]
-            node_X = node_BM.clamp(min=0).flatten()
-            round_X = drafts.rounds_B.repeat_interleave(node_BM.shape[1])
-            width = sum(count > first for count in group)
-            one = family_of(drafts, noise, round_X, node_X, width)
+            counts = [min(count - first, step) for count in group if count > first]
+            node_BM = shapes.levels_BDM[:, depth, first : first + counts[0]]
+            node_X = node_BM.T.flatten()  # a node of every round, then the next
+            round_X = drafts.rounds_B.repeat(counts[0])
             place_X = round_X * size
-            refused = refuse_all(drafts, one, reached_Y[place_X + node_X], is_root=depth == 0)
+            one = family_of(drafts, noise, round_X, node_X.clamp(min=0), len(counts))
+            after = refuse_all(drafts, one, reached_Y[place_X + one.node_X], counts)
             if num_degenerate_BK is None:
-                num_degenerate_BK = refused.num_degenerate_XK
+                num_degenerate_BK = after.num_degenerate_XK
             kids_XK = torch.where(one.kin.is_there_XK, one.kin.nodes_XK, num_nodes)
             kids_XK = kids_XK + place_X[:, None]
-            reached_Y = reached_Y.scatter(0, kids_XK.flatten(), refused.below_XK.flatten())
+            reached_Y = reached_Y.scatter(0, kids_XK.flatten(), after.below_XK.flatten())
             # Nodes that are not there, or have no child, come with the root's number or a leaf's.
-            is_inner_X = one.kin.is_there_XK[:, 0] & (node_BM.flatten() >= 0)
+            is_inner_X = one.kin.is_there_XK[:, 0] & (node_X >= 0)
             inner_X = torch.where(is_inner_X, node_X, num_nodes) + place_X
-            stands_Y = stands_Y.scatter(0, inner_X, refused.stands_X)
+            stands_Y = stands_Y.scatter(0, inner_X, after.stands_X)
     reached_BN = reached_Y.view(num_rounds, size)[:, :-1]
     stands_BN = stands_Y.view(num_rounds, size)[:, :-1]
     assert num_degenerate_BK is not None, "a tree has a second node"
@@ -77,40 +78,45 @@ def tree_weights(drafts: Drafts, noise: Noise) -> Weights:
     return Weights(reached_BN, torch.where(has_child_BN, stands_BN, reached_BN), num_degenerate_BK)
 
 
-def refuse_all(drafts: Drafts, one: Family, reached_X: Tensor, *, is_root: bool) -> Refused:
-    """Refuse the children of nodes that were reached at these weights, in turn."""
-    laws, rest = laws_at(drafts, one), nothing_refused(one)
+def refuse_all(drafts: Drafts, one: Family, reached_X: Tensor, counts: Sequence[int]) -> Refused:
+    """Refuse the children of nodes that were reached at these weights, in turn.
+
+    `counts` are how many nodes of a round have a child in each slot; nodes with most come first.
+    """
+    num_rounds, is_root_X = len(drafts.p_BNV), one.node_X == 0
+    laws = [laws_at(drafts, one, number * num_rounds, num_rounds) for number in range(counts[0])]
     is_alive_X = reached_X > 0
     weight_X, mass_X = torch.where(is_alive_X, reached_X, 1.0), torch.ones_like(reached_X)
-    below, degenerate = [], []
-    for slot in range(one.q_XK.shape[1]):
-        q_X, left_X = one.q_XK[:, slot], one.left_XK[:, slot]
+    factor_X = kept_X = torch.zeros_like(reached_X)
+    below, degenerate, frozen = [], [], []
+    for slot, count in enumerate(counts):
+        p_X, q_X, left_X = one.p_XK[:, slot], one.q_XK[:, slot], one.left_XK[:, slot]
         is_there_X = is_alive_X & one.kin.is_there_XK[:, slot]
-        share_X = (one.p_XK[:, slot] - rest.factor_X * q_X).relu()
-        below_X = reach(weight_X, share_X, mass_X, q_X, left_X)
-        below.append(torch.where(is_there_X & (q_X > 0), below_X, 0.0))
-        factor_X = reduced_factor(rest.factor_X, mass_X, weight_X * left_X)
-        less_X = rest_mass(drafts, one, Rest(factor_X, rest.frozen_XK), *laws)
-        is_less_X = is_there_X & (less_X > 0)
-        after_X = weight_after(weight_X * less_X / mass_X, weight_X)
-        degenerate.append(is_there_X & ~is_less_X)
+        share_X = (p_X - factor_X * q_X).relu()
+        below.append(reach(weight_X, share_X, mass_X, q_X, left_X) * is_there_X)
+        less_factor_X = reduced_factor(factor_X, mass_X, weight_X * left_X)
+        less = refused(drafts, one, slot, less_factor_X, kept_X, laws[:count])
+        is_less_X = is_there_X & (less.mass_X > 0)
+        degenerate.append(is_there_X ^ is_less_X)
+        after_X = weight_after(weight_X * less.mass_X / mass_X, weight_X)
         weight_X = torch.where(is_less_X, after_X, weight_X)
-        mass_X = torch.where(is_less_X, less_X, mass_X)
-        factor_X = torch.where(is_less_X, factor_X, rest.factor_X)
-        rest = Rest(factor_X, frozen_at(drafts, rest.frozen_XK, factor_X, slot))
-        if not is_root:  # the root always stands, so there it is rounding
-            is_alive_X = is_alive_X & ~degenerate[-1]
+        mass_X = torch.where(is_less_X, less.mass_X, mass_X)
+        factor_X = torch.where(is_less_X, less.factor_X, factor_X)
+        kept_X = kept_after(drafts, kept_X, p_X, factor_X, q_X)
+        frozen.append(factor_X)
+        # The root always stands, so there it is rounding.
+        is_alive_X = is_alive_X & (is_root_X | ~degenerate[-1])
     return Refused(
         below_XK=torch.stack(below, 1),
-        stands_X=torch.where(is_alive_X, weight_X, 0.0),
-        rest=rest,
+        stands_X=weight_X * is_alive_X,
+        rest=Rest(factor_X, torch.stack(frozen, 1)),
         num_degenerate_XK=torch.stack(degenerate, 1).long(),
     )
 
 
 def reach(weight: Tensor, share: Tensor, mass: Tensor, q: Tensor, left: Tensor) -> Tensor:
-    """min(1, r R(x)/D(x)), R = share/mass and D = q/left."""
-    return (weight * share * left / (mass * q)).clamp(max=1.0)
+    """min(1, r R(x)/D(x)), R = share/mass and D = q/left; a defect's is 0."""
+    return (weight * share * left / (mass * q).clamp(min=1e-300)).clamp(max=1.0) * (q > 0)
 
 
 def weight_after(sums: Tensor, weights: Tensor) -> Tensor:
