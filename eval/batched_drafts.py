@@ -35,6 +35,8 @@ class Shapes:
     """The nodes at each depth, those with most children first."""
     groups: tuple[tuple[int, ...], ...]
     """By depth and slot: how many nodes of a round have such a child, at most."""
+    alike: tuple[tuple[int, ...], ...] | None = None
+    """`levels_BDM` on the host where all trees are one, so that rows need no copy."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -123,6 +125,7 @@ def shapes_of(
             [filled([*one.levels, *[()] * num_depths][:num_depths], widest) for one in tables]
         ).reshape(len(tables), num_depths, widest),
         groups=groups,
+        alike=tables[0].levels if len({one.parents for one in tables}) == 1 else None,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.eval import batched_rows as rows
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
-from outrider.eval.batched_recursive import family_of, is_impossible, laws_at, only_children
+from outrider.eval.batched_recursive import family_of, laws_at, nodes_of, only_children
 from outrider.eval.batched_walk import emitted, last_coin, match, walk
 from outrider.eval.verdict import Siblings
 
@@ -21,7 +21,8 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
-    next_BM = only_children(drafts, noise) if 1 in drafts.shapes.widths else None
+    nodes = nodes_of(drafts, noise)
+    next_BM = only_children(drafts, nodes) if 1 in drafts.shapes.widths else None
     last_rho_B = torch.ones_like(noise.coins_BN[:, 0])
 
     def settle(depth: int, node_B: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
             return rows.at(next_BM, node_B)
         is_walking_B = node_B < num_nodes
         here_B = torch.where(is_walking_B, node_B, 0)
-        one = family_of(drafts, noise, round_B, here_B, width)
+        one = family_of(drafts, nodes, round_B, here_B, width)
         rho_B = divisor(*laws_at(drafts, one), one.kin.is_there_XK.sum(-1))
         last_rho_B = torch.where(is_walking_B, rho_B, last_rho_B)
         is_on_XK = one.coins_XK * rho_B[:, None] * one.q_XK < one.p_XK
@@ -39,14 +40,14 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
         return torch.where(is_on_XK, one.kin.nodes_XK, num_nodes).amin(-1)
 
     path = walk(drafts, settle)
-    one = family_of(drafts, noise, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
+    one = family_of(drafts, nodes, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
     count_B = one.kin.is_there_XK.sum(-1)
     p_BV, q_BV = laws_at(drafts, one)
     rest_BV = rest_weights(p_BV, q_BV, torch.where(count_B > 1, last_rho_B, 1.0), count_B)
     is_empty_B = rest_BV.amax(-1) <= 0
-    rest_BV = torch.where(is_empty_B[:, None], p_BV, rest_BV)
+    rest_BV = torch.addcmul(rest_BV, p_BV, is_empty_B[:, None].to(p_BV.dtype))
     token_B = rows.draw(rest_BV, last_coin(noise, path, count_B > 0))
-    return emitted(drafts, path, token_B, is_empty_B.long(), is_impossible(drafts))
+    return emitted(drafts, path, token_B, is_empty_B.long(), nodes.is_impossible_B)
 
 
 def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
@@ -99,5 +100,6 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> Tensor:
 
 def beta(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor) -> Tensor:
     """Sum of min(p/rho, q), float64 [B]."""
-    inverse_B1 = (1 / rho_B)[:, None].to(p_BV.dtype)
-    return rows.mass(torch.minimum(p_BV * inverse_B1, q_BV))
+    kept_BV = p_BV * (1 / rho_B)[:, None].to(p_BV.dtype)
+    # In place: of two buffers a CPU's allocator gives one back to the system, every time.
+    return rows.mass(torch.minimum(kept_BV, q_BV, out=kept_BV))

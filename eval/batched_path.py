@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.eval import batched_rows as rows
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
-from outrider.eval.batched_recursive import draw_rest, family_of, is_impossible
+from outrider.eval.batched_recursive import Nodes, draw_rest, family_of, laws_at, nodes_of
 from outrider.eval.batched_traversal import Weights, refuse_all, tree_weights, weight_after
 from outrider.eval.batched_walk import Path, emitted, match
 from outrider.eval.verdict import Siblings
@@ -21,19 +21,21 @@ def traversal(drafts: Drafts, noise: Noise) -> Verdicts:
     """Rules R9 and R10: leaf to root, depth first."""
     if drafts.siblings is Siblings.NONE or not drafts.shapes.widths:
         return match(drafts, noise)
-    is_chain = drafts.shapes.is_chain
-    weights = chain_weights(drafts) if is_chain else tree_weights(drafts, noise)
+    nodes, is_chain = nodes_of(drafts, noise), drafts.shapes.is_chain
+    weights = chain_weights(drafts, nodes) if is_chain else tree_weights(drafts, nodes)
     last_B = first_standing(drafts, noise.coins_BN < weights.stands_BN)
     path, width = path_to(drafts, last_B), drafts.shapes.children_BNK.shape[-1]
     # Once more where the walk ended, for what is left there.
-    one = family_of(drafts, noise, drafts.rounds_B, last_B, width)
-    after = refuse_all(drafts, one, rows.at(weights.reached_BN, last_B), [1] * width)
+    one = family_of(drafts, nodes, drafts.rounds_B, last_B, width)
+    after = refuse_all(
+        drafts, one, rows.at(weights.reached_BN, last_B), [[laws_at(drafts, one)]] * width
+    )
     drawn = draw_rest(drafts, noise, one, after.rest, one.kin.is_there_XK[:, 0])
     # Only the root's children before the one on the path have been refused.
     root_kids_BK = drafts.shapes.children_BNK[:, 0, : weights.num_degenerate_BK.shape[1]]
     is_refused_BK = root_kids_BK < path.nodes_BD[:, :1]
     num_degenerate_B = (weights.num_degenerate_BK * is_refused_BK).sum(-1) + drawn.is_empty_X
-    return emitted(drafts, path, drawn.token_X, num_degenerate_B, is_impossible(drafts))
+    return emitted(drafts, path, drawn.token_X, num_degenerate_B, nodes.is_impossible_B)
 
 
 def first_standing(drafts: Drafts, is_on_BN: Tensor) -> Tensor:
@@ -56,22 +58,18 @@ def path_to(drafts: Drafts, last_B: Tensor) -> Path:
     return Path(torch.stack(nodes[::-1], 1), lengths_B, last_B)
 
 
-def chain_weights(drafts: Drafts) -> Weights:
+def chain_weights(drafts: Drafts, nodes: Nodes) -> Weights:
     """The weights of all nodes of chains: node i + 1 is the only child of node i."""
     num_rounds, num_nodes = drafts.tokens_BN.shape
-    has_child_BN, round_B = drafts.shapes.children_BNK[..., 0] >= 0, drafts.rounds_B
-    assert drafts.q_BRV is not None
-    ids_BN = torch.arange(num_nodes, device=round_B.device).expand(num_rounds, -1)
-    next_BN = torch.where(has_child_BN, drafts.tokens_BN.roll(-1, 1), 0)
-    row_BN = drafts.row_of(round_B[:, None], ids_BN)
-    p_BN = rows.shares_at(drafts.p_BNV, round_B, ids_BN, next_BN)
-    q_BN = rows.shares_at(drafts.q_BRV, round_B, row_BN, next_BN)
-    ratios_BN = torch.where(has_child_BN & (q_BN > 0), p_BN / q_BN, 0.0)
-    reached = [torch.ones_like(p_BN[:, 0])]
-    for node in range(num_nodes - 1):
-        reached.append((reached[-1] * ratios_BN[:, node]).clamp(max=1.0))
+    has_child_BN = drafts.shapes.children_BNK[..., 0] >= 0
+    ratios_BN = torch.where(nodes.q_BN > 0, nodes.p_BN / nodes.q_BN, 0.0)
+    reached = [torch.ones_like(nodes.p_BN[:, 0])]
+    for ratio_B in ratios_BN.unbind(1)[1:]:
+        reached.append((reached[-1] * ratio_B).clamp(max=1.0))
     reached_BN = torch.stack(reached, 1)
     factor_BN = 1 / torch.where(reached_BN > 0, reached_BN, 1.0)
+    ids_BN = torch.arange(num_nodes, device=factor_BN.device).expand(num_rounds, -1)
+    row_BN = drafts.row_of(drafts.rounds_B[:, None], ids_BN)
     sums_BN = reached_BN * torch.where(has_child_BN, chain_masses(drafts, row_BN, factor_BN), 0.0)
     stands_BN = torch.where(has_child_BN, weight_after(sums_BN, reached_BN), reached_BN)
     is_empty_BN = has_child_BN & (sums_BN <= 0)

@@ -15,8 +15,22 @@ from torch import Tensor
 
 from outrider.eval import batched_rows as rows
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
-from outrider.eval.batched_walk import Kin, emitted, kin_of, match, walk
+from outrider.eval.batched_walk import Kin, emitted, kin_of, mass_outside, match, walk
 from outrider.eval.verdict import Siblings
+
+
+class Nodes(NamedTuple):
+    """What every drafted node is judged by, looked up at once."""
+
+    coins_BN: Tensor
+    p_BN: Tensor
+    """The token's probability after the node's parent."""
+    q_BN: Tensor
+    """And under the row of q; zero where there is no such node."""
+    is_impossible_B: Tensor
+    """Whether a drawn token is one that its law cannot produce."""
+    outside_BN: Tensor | None
+    """The mass of q outside each node's children, where drawn tokens leave it."""
 
 
 class Family(NamedTuple):
@@ -59,63 +73,62 @@ class Drawn(NamedTuple):
     is_empty_X: Tensor
 
 
-def family_of(drafts: Drafts, noise: Noise, round_X: Tensor, node_X: Tensor, width: int) -> Family:
-    """Look up the numbers of the first `width` children; reads the row of q if they left it."""
+def nodes_of(drafts: Drafts, noise: Noise) -> Nodes:
+    """Look the numbers of all drafted nodes up."""
     assert drafts.q_BRV is not None
+    parents_BN, round_B = drafts.shapes.parents_BN, drafts.rounds_B
+    is_there_BN, up_BN = parents_BN >= 0, parents_BN.clamp(min=0)
+    tokens_BN = torch.where(is_there_BN, drafts.tokens_BN, 0)
+    row_BN = drafts.row_of(round_B[:, None], up_BN)
+    q_BN = rows.shares_at(drafts.q_BRV, round_B, row_BN, tokens_BN) * is_there_BN
+    is_drawn_BN = is_there_BN if drafts.is_drawn_BN is None else is_there_BN & drafts.is_drawn_BN
+    is_bad_BN, outside_BN = is_drawn_BN & (q_BN <= 0), None
+    if drafts.is_judged_without and not drafts.shapes.is_chain:
+        kids_BNK = drafts.shapes.children_BNK
+        kin_BNK = drafts.tokens_BN.gather(1, kids_BNK.clamp(min=0).flatten(1)).view_as(kids_BNK)
+        is_bad_BN = is_bad_BN | rows.is_repeated(kin_BNK, kids_BNK >= 0).any(-1)
+        ids_1N = torch.arange(parents_BN.shape[1], device=round_B.device)[None]
+        all_BN = drafts.row_of(round_B[:, None], ids_1N).expand_as(parents_BN)
+        outside_BN = mass_outside(drafts, drafts.q_BRV, all_BN)
+    p_BN = rows.shares_at(drafts.p_BNV, round_B, up_BN, tokens_BN)
+    return Nodes(noise.coins_BN[:, : p_BN.shape[1]], p_BN, q_BN, is_bad_BN.any(-1), outside_BN)
+
+
+def family_of(drafts: Drafts, nodes: Nodes, round_X: Tensor, node_X: Tensor, width: int) -> Family:
+    """The first `width` children of these nodes."""
     kin, row_X = kin_of(drafts, round_X, node_X, width), drafts.row_of(round_X, node_X)
-    q_XK = rows.shares_at(drafts.q_BRV, round_X, row_X[:, None], kin.tokens_XK)
-    q_XK = torch.where(kin.is_there_XK, q_XK, 0.0)
+    round_X1 = round_X[:, None]
+    q_XK = nodes.q_BN[round_X1, kin.index_XK] * kin.is_there_XK
     left_XK = torch.ones_like(q_XK)
-    if drafts.is_judged_without and width > 1:
-        q_XV = rows.rows_at(drafts.q_BRV, round_X, row_X)
-        left_XK = left_masses(q_XK, rows.mass_outside(q_XV, kin.tokens_XK, kin.is_there_XK))
+    if nodes.outside_BN is not None and width > 1:
+        left_XK = left_masses(q_XK, nodes.outside_BN[round_X, node_X])
     is_drawn_XK = kin.is_there_XK
     if drafts.is_drawn_BN is not None:
-        is_drawn_XK = is_drawn_XK & drafts.is_drawn_BN[round_X[:, None], kin.index_XK]
+        is_drawn_XK = is_drawn_XK & drafts.is_drawn_BN[round_X1, kin.index_XK]
     return Family(
         round_X=round_X,
         node_X=node_X,
         row_X=row_X,
         kin=kin,
-        coins_XK=noise.coins_BN[round_X[:, None], kin.index_XK],
-        p_XK=rows.shares_at(drafts.p_BNV, round_X, node_X[:, None], kin.tokens_XK),
+        coins_XK=nodes.coins_BN[round_X1, kin.index_XK],
+        p_XK=nodes.p_BN[round_X1, kin.index_XK] * kin.is_there_XK,
         q_XK=q_XK,
         left_XK=left_XK,
         is_drawn_XK=is_drawn_XK,
     )
 
 
-def laws_at(
-    drafts: Drafts, one: Family, first: int = 0, count: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rows of p and q at these nodes, or at `count` of them: [X, V] each."""
+def laws_at(drafts: Drafts, one: Family) -> tuple[Tensor, Tensor]:
+    """The rows of p and q at these nodes, [X, V] each."""
     assert drafts.q_BRV is not None
-    these = slice(first, None if count is None else first + count)
-    p_XV = rows.rows_at(drafts.p_BNV, one.round_X[these], one.node_X[these])
-    return p_XV, rows.rows_at(drafts.q_BRV, one.round_X[these], one.row_X[these])
+    p_XV = rows.rows_at(drafts.p_BNV, one.round_X, one.node_X)
+    return p_XV, rows.rows_at(drafts.q_BRV, one.round_X, one.row_X)
 
 
 def left_masses(q_XK: Tensor, outside_X: Tensor) -> Tensor:
     """The mass of q left for each child, added up from the last: nothing cancels; at first all."""
     left_XK = outside_X[:, None] + q_XK.flip(-1).cumsum(-1).flip(-1)
     return torch.cat([torch.ones_like(left_XK[:, :1]), left_XK[:, 1:]], 1)
-
-
-def is_impossible(drafts: Drafts) -> Tensor:
-    """Which rounds have a drawn token that its law cannot produce: [B]."""
-    assert drafts.q_BRV is not None
-    parents_BN, round_B = drafts.shapes.parents_BN, drafts.rounds_B
-    is_drawn_BN = parents_BN >= 0
-    if drafts.is_drawn_BN is not None:
-        is_drawn_BN = is_drawn_BN & drafts.is_drawn_BN
-    rows_BN = drafts.row_of(round_B[:, None], parents_BN.clamp(min=0))
-    tokens_BN = torch.where(is_drawn_BN, drafts.tokens_BN, 0)
-    is_bad_BN = is_drawn_BN & (rows.shares_at(drafts.q_BRV, round_B, rows_BN, tokens_BN) <= 0)
-    if drafts.is_judged_without and not drafts.shapes.is_chain:
-        kids_BNK = drafts.shapes.children_BNK
-        tokens_BNK = drafts.tokens_BN.gather(1, kids_BNK.clamp(min=0).flatten(1)).view_as(kids_BNK)
-        is_bad_BN = is_bad_BN | rows.is_repeated(tokens_BNK, kids_BNK >= 0).any(-1)
-    return is_bad_BN.any(-1)
 
 
 def stands(coin: Tensor, share: Tensor, mass: Tensor, q: Tensor, left: Tensor) -> Tensor:
@@ -150,7 +163,7 @@ def draw_rest(drafts: Drafts, noise: Noise, one: Family, rest: Rest, is_reduced_
     p_XV, q_XV = laws_at(drafts, one)
     weights_XV = rest_weights(drafts, one, rest, p_XV, q_XV)
     is_empty_X = weights_XV.amax(-1) <= 0
-    weights_XV = torch.where(is_empty_X[:, None], p_XV, weights_XV)
+    weights_XV = torch.addcmul(weights_XV, p_XV, is_empty_X[:, None].to(p_XV.dtype))
     depth_X = drafts.shapes.depths_BN[one.round_X, one.node_X]
     coin_X = torch.where(
         is_reduced_X, noise.rests_BE[one.round_X, depth_X], noise.targets_BE[one.round_X, depth_X]
@@ -163,8 +176,8 @@ def recursive(drafts: Drafts, noise: Noise) -> Verdicts:
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
-    width = drafts.shapes.children_BNK.shape[-1]
-    next_BM = only_children(drafts, noise) if 1 in drafts.shapes.widths else None
+    width, nodes = drafts.shapes.children_BNK.shape[-1], nodes_of(drafts, noise)
+    next_BM = only_children(drafts, nodes) if 1 in drafts.shapes.widths else None
     one_B = torch.ones_like(noise.coins_BN[:, 0])
     num_degenerate_B = torch.zeros_like(round_B)
     rest = Rest(one_B, torch.full_like(one_B[:, None].expand(-1, width), torch.inf))
@@ -172,18 +185,20 @@ def recursive(drafts: Drafts, noise: Noise) -> Verdicts:
     def settle(depth: int, node_B: Tensor) -> Tensor:
         nonlocal num_degenerate_B, rest
         is_walking_B = node_B < num_nodes
-        if next_BM is not None and drafts.shapes.widths[depth] == 1:  # an only child that is refused leaves [p - q]+
+        if (
+            next_BM is not None and drafts.shapes.widths[depth] == 1
+        ):  # an only child that is refused leaves [p - q]+
             rest = Rest(torch.where(is_walking_B, one_B, rest.factor_X), rest.frozen_XK)
             return rows.at(next_BM, node_B)
         here_B = torch.where(is_walking_B, node_B, 0)
-        one = family_of(drafts, noise, round_B, here_B, drafts.shapes.widths[depth])
+        one = family_of(drafts, nodes, round_B, here_B, drafts.shapes.widths[depth])
         found = judge(drafts, one)
         num_degenerate_B = num_degenerate_B + found.num_degenerate_X * is_walking_B
         rest = _where_walking(is_walking_B, found.rest, rest)
         return torch.where(is_walking_B, found.child_X, num_nodes)
 
     path = walk(drafts, settle)
-    one = family_of(drafts, noise, round_B, path.last_B, width)
+    one = family_of(drafts, nodes, round_B, path.last_B, width)
     is_reduced_B = one.kin.is_there_XK[:, 0]
     frozen_BK = rest.frozen_XK
     if width > 1:
@@ -191,7 +206,7 @@ def recursive(drafts: Drafts, noise: Noise) -> Verdicts:
     rest = Rest(rest.factor_X * is_reduced_B, frozen_BK)
     drawn = draw_rest(drafts, noise, one, rest, is_reduced_B)
     num_degenerate_B = num_degenerate_B + drawn.is_empty_X
-    return emitted(drafts, path, drawn.token_X, num_degenerate_B, is_impossible(drafts))
+    return emitted(drafts, path, drawn.token_X, num_degenerate_B, nodes.is_impossible_B)
 
 
 def _where_walking(is_walking_B: Tensor, new: Rest, old: Rest) -> Rest:
@@ -209,34 +224,31 @@ def _where_walking(is_walking_B: Tensor, new: Rest, old: Rest) -> Rest:
     )
 
 
-def only_children(drafts: Drafts, noise: Noise) -> Tensor:
+def only_children(drafts: Drafts, nodes: Nodes) -> Tensor:
     """Every node's first child where it stands against p, N where not, and at N: [B, N + 1]."""
-    assert drafts.q_BRV is not None
     kids_BN = drafts.shapes.children_BNK[..., 0]
     num_nodes, index_BN = kids_BN.shape[1], kids_BN.clamp(min=0)
-    tokens_BN = torch.where(kids_BN >= 0, drafts.tokens_BN.gather(1, index_BN), 0)
-    ids_1N, round_B = torch.arange(num_nodes, device=kids_BN.device)[None], drafts.rounds_B
-    p_BN = rows.shares_at(drafts.p_BNV, round_B, ids_1N, tokens_BN)
-    q_BN = rows.shares_at(drafts.q_BRV, round_B, drafts.row_of(round_B[:, None], ids_1N), tokens_BN)
-    one = torch.ones_like(p_BN[:, :1])
-    is_on_BN = stands(noise.coins_BN.gather(1, index_BN), p_BN, one, q_BN, one) & (kids_BN >= 0)
-    next_BN = torch.where(is_on_BN, kids_BN, num_nodes)
+    one_B1 = torch.ones_like(nodes.p_BN[:, :1])
+    is_on_BN = stands(nodes.coins_BN, nodes.p_BN, one_B1, nodes.q_BN, one_B1)
+    next_BN = torch.where(is_on_BN.gather(1, index_BN) & (kids_BN >= 0), kids_BN, num_nodes)
     return torch.cat([next_BN, torch.full_like(next_BN[:, :1], num_nodes)], 1)
 
 
 def judge(drafts: Drafts, one: Family) -> Judged:
     """Try the children of each node in turn, at least two of them."""
-    num_nodes, width = drafts.tokens_BN.shape[1], one.q_XK.shape[1]
+    num_nodes = drafts.tokens_BN.shape[1]
     factor_X, mass_X = torch.zeros_like(one.q_XK[:, 0]), torch.ones_like(one.q_XK[:, 0])
     is_open_X, child_X = one.node_X >= 0, torch.full_like(one.node_X, num_nodes)
     num_degenerate_X, kept_X, frozen = torch.zeros_like(child_X), torch.zeros_like(mass_X), []
     laws = [laws_at(drafts, one)]
-    for slot in range(width):
-        p_X, q_X, left_X = one.p_XK[:, slot], one.q_XK[:, slot], one.left_XK[:, slot]
+    columns = (one.p_XK, one.q_XK, one.left_XK, one.coins_XK, one.kin.nodes_XK, one.is_drawn_XK)
+    for slot, (p_X, q_X, left_X, coin_X, node_X, is_drawn_X) in enumerate(
+        zip(*(column.unbind(1) for column in columns), strict=True)
+    ):
         share_X = (p_X - factor_X * q_X).relu()
-        is_tried_X = is_open_X & one.is_drawn_XK[:, slot]
-        is_on_X = is_tried_X & stands(one.coins_XK[:, slot], share_X, mass_X, q_X, left_X)
-        child_X = torch.where(is_on_X, one.kin.nodes_XK[:, slot], child_X)
+        is_tried_X = is_open_X & is_drawn_X
+        is_on_X = is_tried_X & stands(coin_X, share_X, mass_X, q_X, left_X)
+        child_X = torch.where(is_on_X, node_X, child_X)
         is_open_X = is_tried_X & ~is_on_X
         less = refused(drafts, one, slot, reduced_factor(factor_X, mass_X, left_X), kept_X, laws)
         is_less_X = is_open_X & (less.mass_X > 0)
@@ -293,13 +305,13 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
     if drafts.siblings is not Siblings.HYBRID:
         return recursive(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
-    num_degenerate_B = torch.zeros_like(round_B)
+    num_degenerate_B, nodes = torch.zeros_like(round_B), nodes_of(drafts, noise)
 
     def settle(depth: int, node_B: Tensor) -> Tensor:
         nonlocal num_degenerate_B
         is_walking_B = node_B < num_nodes
         here_B = torch.where(is_walking_B, node_B, 0)
-        one = family_of(drafts, noise, round_B, here_B, drafts.shapes.widths[depth])
+        one = family_of(drafts, nodes, round_B, here_B, drafts.shapes.widths[depth])
         found = judge_one(drafts, one)
         drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
         is_chosen_BK = one.kin.is_there_XK & ~one.is_drawn_XK
@@ -312,11 +324,11 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
         return torch.where(is_on_B, child_B, num_nodes)
 
     path = walk(drafts, settle)
-    one = family_of(drafts, noise, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
+    one = family_of(drafts, nodes, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
     found = judge_one(drafts, one)
     drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
     num_degenerate_B = num_degenerate_B + drawn.is_empty_X
-    return emitted(drafts, path, drawn.token_X, num_degenerate_B, is_impossible(drafts))
+    return emitted(drafts, path, drawn.token_X, num_degenerate_B, nodes.is_impossible_B)
 
 
 def judge_one(drafts: Drafts, one: Family) -> Judged:

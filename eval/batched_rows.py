@@ -103,11 +103,6 @@ def _first(is_it_XN: Tensor) -> Tensor:
     return torch.where(is_it_XN, ids_N, count).amin(-1)
 
 
-def mass_outside(weights_XV: Tensor, tokens_XK: Tensor, is_there_XK: Tensor) -> Tensor:
-    """The mass of each row without these tokens, without cancellation: float64 [X]."""
-    return mass(without(weights_XV, tokens_XK, is_there_XK))
-
-
 def without(weights_XV: Tensor, tokens_XK: Tensor, is_there_XK: Tensor) -> Tensor:
     """The rows with these tokens' weights zero, [X, V]; a token may come twice."""
     lost_XK = torch.where(is_there_XK, weights_XV.gather(-1, tokens_XK), 0)

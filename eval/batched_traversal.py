@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.eval import batched_rows as rows
-from outrider.eval.batched_drafts import Drafts, Noise
+from outrider.eval.batched_drafts import Drafts
 from outrider.eval.batched_recursive import (
     Family,
+    Nodes,
     Rest,
     family_of,
     kept_after,
-    laws_at,
     reduced_factor,
     refused,
 )
@@ -44,13 +44,13 @@ class Refused(NamedTuple):
     num_degenerate_XK: Tensor
 
 
-def tree_weights(drafts: Drafts, noise: Noise) -> Weights:
+def tree_weights(drafts: Drafts, nodes: Nodes) -> Weights:
     """The weights of all nodes of trees."""
     num_rounds, num_nodes = drafts.tokens_BN.shape
     shapes, step = drafts.shapes, rows.rows_at_once(drafts.p_BNV)
     # One column more, for nodes that are not there.
     size, num_degenerate_BK = num_nodes + 1, None
-    reached_Y = torch.zeros_like(noise.coins_BN[:, 0]).repeat_interleave(size)
+    reached_Y = torch.zeros_like(nodes.p_BN[:, 0]).repeat_interleave(size)
     reached_Y = reached_Y.index_fill(0, drafts.rounds_B * size, 1.0)
     stands_Y = torch.zeros_like(reached_Y)
     for depth, group in enumerate(shapes.groups):
@@ -60,8 +60,14 @@ def tree_weights(drafts: Drafts, noise: Noise) -> Weights:
             node_X = node_BM.T.flatten()  # a node of every round, then the next
             round_X = drafts.rounds_B.repeat(counts[0])
             place_X = round_X * size
-            one = family_of(drafts, noise, round_X, node_X.clamp(min=0), len(counts))
-            after = refuse_all(drafts, one, reached_Y[place_X + one.node_X], counts)
+            one = family_of(drafts, nodes, round_X, node_X.clamp(min=0), len(counts))
+            laws = [
+                _laws_of(drafts, one, shapes.alike and shapes.alike[depth][first + place], place)
+                for place in range(counts[0])
+            ]
+            after = refuse_all(
+                drafts, one, reached_Y[place_X + one.node_X], [laws[:count] for count in counts]
+            )
             if num_degenerate_BK is None:
                 num_degenerate_BK = after.num_degenerate_XK
             kids_XK = torch.where(one.kin.is_there_XK, one.kin.nodes_XK, num_nodes)
@@ -78,24 +84,29 @@ def tree_weights(drafts: Drafts, noise: Noise) -> Weights:
     return Weights(reached_BN, torch.where(has_child_BN, stands_BN, reached_BN), num_degenerate_BK)
 
 
-def refuse_all(drafts: Drafts, one: Family, reached_X: Tensor, counts: Sequence[int]) -> Refused:
+def refuse_all(
+    drafts: Drafts,
+    one: Family,
+    reached_X: Tensor,
+    laws: Sequence[Sequence[tuple[Tensor, Tensor]]],
+) -> Refused:
     """Refuse the children of nodes that were reached at these weights, in turn.
 
-    `counts` are how many nodes of a round have a child in each slot; nodes with most come first.
+    `laws` are, for each slot, p and q of the nodes that have such a child; these come first.
     """
-    num_rounds, is_root_X = len(drafts.p_BNV), one.node_X == 0
-    laws = [laws_at(drafts, one, number * num_rounds, num_rounds) for number in range(counts[0])]
-    is_alive_X = reached_X > 0
+    is_alive_X, is_root_X = reached_X > 0, one.node_X == 0
     weight_X, mass_X = torch.where(is_alive_X, reached_X, 1.0), torch.ones_like(reached_X)
     factor_X = kept_X = torch.zeros_like(reached_X)
     below, degenerate, frozen = [], [], []
-    for slot, count in enumerate(counts):
-        p_X, q_X, left_X = one.p_XK[:, slot], one.q_XK[:, slot], one.left_XK[:, slot]
-        is_there_X = is_alive_X & one.kin.is_there_XK[:, slot]
+    columns = (one.p_XK, one.q_XK, one.left_XK, one.kin.is_there_XK)
+    for slot, (p_X, q_X, left_X, is_child_X) in enumerate(
+        zip(*(column.unbind(1) for column in columns), strict=True)
+    ):
+        is_there_X = is_alive_X & is_child_X
         share_X = (p_X - factor_X * q_X).relu()
         below.append(reach(weight_X, share_X, mass_X, q_X, left_X) * is_there_X)
         less_factor_X = reduced_factor(factor_X, mass_X, weight_X * left_X)
-        less = refused(drafts, one, slot, less_factor_X, kept_X, laws[:count])
+        less = refused(drafts, one, slot, less_factor_X, kept_X, laws[slot])
         is_less_X = is_there_X & (less.mass_X > 0)
         degenerate.append(is_there_X ^ is_less_X)
         after_X = weight_after(weight_X * less.mass_X / mass_X, weight_X)
@@ -112,6 +123,16 @@ def refuse_all(drafts: Drafts, one: Family, reached_X: Tensor, counts: Sequence[
         rest=Rest(factor_X, torch.stack(frozen, 1)),
         num_degenerate_XK=torch.stack(degenerate, 1).long(),
     )
+
+
+def _laws_of(drafts: Drafts, one: Family, node: int | None, place: int) -> tuple[Tensor, Tensor]:
+    """The laws p and q at the nodes of this place, [B, V]; not copied where all have this one."""
+    assert drafts.q_BRV is not None
+    if node is not None and drafts.rows_BN is None:
+        return drafts.p_BNV[:, node], drafts.q_BRV[:, node]
+    these = slice(place * len(drafts.p_BNV), (place + 1) * len(drafts.p_BNV))
+    p_BV = rows.rows_at(drafts.p_BNV, one.round_X[these], one.node_X[these])
+    return p_BV, rows.rows_at(drafts.q_BRV, one.round_X[these], one.row_X[these])
 
 
 def reach(weight: Tensor, share: Tensor, mass: Tensor, q: Tensor, left: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def point_mass(drafts: Drafts, noise: Noise) -> Verdicts:
     """Rule R3: the children in order, each with its share of what is left."""
     family = _families(drafts)
     shares_BNK = _shares(drafts, family)
-    left_BNK = _left(shares_BNK, _outside(drafts, family))
+    left_BNK = _left(shares_BNK, _p_outside(drafts))
     coins_BNK = noise.coins_BN.gather(1, family.index_BNK.flatten(1)).view_as(shares_BNK)
     return _draw_outside(
         drafts, noise, follow(drafts, _first_child(drafts, coins_BNK * left_BNK < shares_BNK))
@@ -128,7 +128,7 @@ def one_coin(drafts: Drafts, noise: Noise) -> Verdicts:
     family = _families(drafts)
     shares_BNK = _shares(drafts, family)
     sums_BNK = shares_BNK.cumsum(-1)
-    total_BN = sums_BNK[..., -1] + _outside(drafts, family)
+    total_BN = sums_BNK[..., -1] + _p_outside(drafts)
     coins_BN = noise.coins_BN.gather(1, family.index_BNK[..., 0])
     below_BN = torch.nextafter(total_BN, torch.zeros_like(total_BN))
     points_BN = torch.minimum(coins_BN * total_BN, below_BN)
@@ -154,36 +154,42 @@ def _left(shares_BXK: Tensor, outside_BX: Tensor) -> Tensor:
     return outside_BX[..., None] + shares_BXK.flip(-1).cumsum(-1).flip(-1)
 
 
-def _outside(drafts: Drafts, family: _Families) -> Tensor:
-    """The mass of p outside the children of each node, float64 [B, N], in one pass over p.
+def mass_outside(drafts: Drafts, laws_BRV: Tensor, row_BN: Tensor) -> Tensor:
+    """The mass of each node's row outside its children's tokens, float64 [B, N]; one pass.
 
-    Only the blocks with a child in them are added up again, without it.
+    Only the blocks with a child in them are added up again, without it: nothing cancels.
     """
-    p_BNV, block = drafts.p_BNV, rows.BLOCK
-    sums_BNG = rows.block_sums(p_BNV)
+    block, vocab, round_B1 = rows.BLOCK, laws_BRV.shape[-1], drafts.rounds_B[:, None]
+    sums_BNG = rows.block_sums(laws_BRV)[round_B1, row_BN]
     num_blocks, parents_BN = sums_BNG.shape[-1], drafts.shapes.parents_BN
     up_BN = parents_BN.clamp(min=0)
     tokens_BN = torch.where(parents_BN >= 0, drafts.tokens_BN, 0)
     first_BN = tokens_BN // block * block
-    ids_BNW = first_BN[..., None] + torch.arange(block, device=p_BNV.device)
-    round_B11 = torch.arange(len(p_BNV), device=p_BNV.device)[:, None, None]
-    vocab = p_BNV.shape[-1]
-    inside_BNW = p_BNV[round_B11, up_BN[..., None], ids_BNW.clamp(max=vocab - 1)]
+    ids_BNW = first_BN[..., None] + torch.arange(block, device=first_BN.device)
+    row_up_BN = row_BN.gather(1, up_BN)
+    inside_BNW = laws_BRV[round_B1[..., None], row_up_BN[..., None], ids_BNW.clamp(max=vocab - 1)]
     # The siblings' places in this node's block; one column more for those that are elsewhere.
-    width = family.tokens_BNK.shape[-1]
-    elders_BNK = up_BN[..., None].expand(-1, -1, width)
-    places_BNK = family.tokens_BNK.gather(1, elders_BNK) - first_BN[..., None]
-    is_in_BNK = (places_BNK >= 0) & (places_BNK < block) & family.is_there_BNK.gather(1, elders_BNK)
-    is_kept_BNX = torch.ones(*first_BN.shape, block + 1, dtype=torch.bool, device=p_BNV.device)
+    family = _families(drafts)
+    kin_BNK = up_BN[..., None].expand(-1, -1, family.tokens_BNK.shape[-1])
+    places_BNK = family.tokens_BNK.gather(1, kin_BNK) - first_BN[..., None]
+    is_in_BNK = (places_BNK >= 0) & (places_BNK < block) & family.is_there_BNK.gather(1, kin_BNK)
+    is_kept_BNX = torch.ones(*first_BN.shape, block + 1, dtype=torch.bool, device=first_BN.device)
     is_kept_BNX = is_kept_BNX.scatter(-1, torch.where(is_in_BNK, places_BNK, block), value=False)
     is_kept_BNW = is_kept_BNX[..., :block] & (ids_BNW < vocab)
-    again_BN = torch.where(is_kept_BNW, inside_BNW, 0).sum(-1)
+    again_BN = (inside_BNW * is_kept_BNW).sum(-1)
     # Siblings of one block write the same sum; a place more for nodes that are no children.
     flat_BX = torch.cat([sums_BNG.flatten(1), torch.zeros_like(sums_BNG[:, 0, :1])], 1)
     place_BN = up_BN * num_blocks + tokens_BN // block
     place_BN = torch.where(parents_BN >= 0, place_BN, flat_BX.shape[1] - 1)
     flat_BX = flat_BX.scatter(1, place_BN, again_BN)
     return flat_BX[:, :-1].view_as(sums_BNG).sum(-1).double()
+
+
+def _p_outside(drafts: Drafts) -> Tensor:
+    """The mass of p outside each node's children, [B, N]."""
+    num_rounds, num_nodes = drafts.tokens_BN.shape
+    ids_BN = torch.arange(num_nodes, device=drafts.p_BNV.device).expand(num_rounds, -1)
+    return mass_outside(drafts, drafts.p_BNV, ids_BN)
 
 
 def _draw_outside(drafts: Drafts, noise: Noise, path: Path) -> Verdicts:
