@@ -13,11 +13,16 @@ from outrider.eval.batched_walk import emitted, last_coin, match, walk
 from outrider.eval.verdict import Siblings
 
 NUM_STEPS = 7
+"""Passes in search of rho: enough for vocabularies of thousands of tokens."""
 _TICKS = 1 << 16
 
 
-def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
-    """Rule R6, SpecTr's K-SEQ: each child stands with min(1, p/(rho q))."""
+def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = NUM_STEPS) -> Verdicts:
+    """Rule R6, SpecTr's K-SEQ: each child stands with min(1, p/(rho q)).
+
+    Its decisions are the certified rule's once `num_steps` have found the rule's rho; before that
+    they are those of a larger rho, for which the rule is exact, too.
+    """
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
@@ -33,7 +38,7 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
         is_walking_B = node_B < num_nodes
         here_B = torch.where(is_walking_B, node_B, 0)
         one = family_of(drafts, nodes, round_B, here_B, width)
-        rho_B = divisor(*laws_at(drafts, one), one.kin.is_there_XK.sum(-1))
+        rho_B = divisor(*laws_at(drafts, one), one.kin.is_there_XK.sum(-1), num_steps)
         last_rho_B = torch.where(is_walking_B, rho_B, last_rho_B)
         is_on_XK = one.coins_XK * rho_B[:, None] * one.q_XK < one.p_XK
         is_on_XK = is_on_XK & one.kin.is_there_XK & is_walking_B[:, None]
@@ -46,7 +51,7 @@ def k_sequential(drafts: Drafts, noise: Noise) -> Verdicts:
     rest_BV = rest_weights(p_BV, q_BV, torch.where(count_B > 1, last_rho_B, 1.0), count_B)
     is_empty_B = rest_BV.amax(-1) <= 0
     rest_BV = torch.addcmul(rest_BV, p_BV, is_empty_B[:, None].to(p_BV.dtype))
-    token_B = rows.draw(rest_BV, last_coin(noise, path, count_B > 0))
+    token_B = rows.draw(rest_BV, last_coin(noise, round_B, path.lengths_B, count_B > 0))
     return emitted(drafts, path, token_B, is_empty_B.long(), nodes.is_impossible_B)
 
 
@@ -58,7 +63,7 @@ def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> 
     return rows.excess(p_BV, kept_BV, share_B / torch.where(beta_B > 0, beta_B, 1.0))
 
 
-def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> Tensor:
+def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int = NUM_STEPS) -> Tensor:
     """The least multiple of 2^-16 at which K-SEQ is exact, or a larger one: float64 [B].
 
     Exact for any rho with spare(rho) = rho beta - 1 + (1 - beta)^K >= 0, beta = sum min(p/rho, q).
@@ -75,7 +80,7 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor) -> Tensor:
     under_B, over_B = spare(low_B), spare(high_B)
     is_one_B = under_B >= 0
     was_enough_B = None
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         slope_B = (over_B - under_B).clamp(min=1e-300)
         rho_B = torch.maximum(high_B - (high_B - low_B) * over_B / slope_B, low_B)
         found_B = spare(rho_B)

@@ -27,10 +27,8 @@ def traversal(drafts: Drafts, noise: Noise) -> Verdicts:
     path, width = path_to(drafts, last_B), drafts.shapes.children_BNK.shape[-1]
     # Once more where the walk ended, for what is left there.
     one = family_of(drafts, nodes, drafts.rounds_B, last_B, width)
-    after = refuse_all(
-        drafts, one, rows.at(weights.reached_BN, last_B), [[laws_at(drafts, one)]] * width
-    )
-    drawn = draw_rest(drafts, noise, one, after.rest, one.kin.is_there_XK[:, 0])
+    after = refuse_all(one, rows.at(weights.reached_BN, last_B), [[laws_at(drafts, one)]] * width)
+    drawn = draw_rest(drafts, noise, one, after.factor_X, one.kin.is_there_XK[:, 0])
     # Only the root's children before the one on the path have been refused.
     root_kids_BK = drafts.shapes.children_BNK[:, 0, : weights.num_degenerate_BK.shape[1]]
     is_refused_BK = root_kids_BK < path.nodes_BD[:, :1]

@@ -1,13 +1,12 @@
 """Batched recursive rejection, R1, R4, R5 and R7: what a refusal leaves is [p - c q]+, a factor c.
 
-With R = [p - c q]+ of mass m, and D the law of the next child, q without the elder siblings'
-tokens over the mass l that is left of it, a refusal leaves [R/m - D]+: [p - (c + m/l) q]+ up to a
-constant, and at an elder sibling's token what it was. So a residual is one number for the row and
-one for each elder sibling. Dimensions: B rounds, N nodes, V vocabulary, K children of a node,
-X any.
+With R = [p - c q]+ of mass m, and D the law of the next child, q without the elder siblings' tokens
+over the mass l that is left of it, a refusal leaves [R/m - D]+, which is [p - (c + m/l) q]+ times a
+number. That holds at the elder siblings' tokens, too: they were refused, so R was below D there and
+nothing is left. A residual is one number, not a row.
+Dimensions: B rounds, N nodes, V vocabulary, K children of a node, X any.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from outrider.eval import batched_rows as rows
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
-from outrider.eval.batched_walk import Kin, emitted, kin_of, mass_outside, match, walk
+from outrider.eval.batched_walk import Kin, emitted, kin_of, last_coin, mass_outside, match, walk
 from outrider.eval.verdict import Siblings
 
 
@@ -49,20 +48,13 @@ class Family(NamedTuple):
     is_drawn_XK: Tensor
 
 
-class Rest(NamedTuple):
-    """What is left of p: [p - c q]+, but for the tokens of elder siblings."""
-
-    factor_X: Tensor
-    frozen_XK: Tensor
-    """The factor at each child's token since it left the law; infinite while it has not."""
-
-
 class Judged(NamedTuple):
     """What came of the children of one node each."""
 
     child_X: Tensor
     """The child that stands, or N."""
-    rest: Rest
+    factor_X: Tensor
+    """Of what is left of p."""
     num_degenerate_X: Tensor
 
 
@@ -141,33 +133,29 @@ def reduced_factor(factor_X: Tensor, mass_X: Tensor, left_X: Tensor) -> Tensor:
     return factor_X + mass_X / left_X
 
 
-def elder_shares(one: Family, factor_X: Tensor, slot: int) -> Tensor:
-    """The part of the sum of [p - c q]+ on the tokens before this slot, [X]."""
-    return (one.p_XK[:, :slot] - factor_X[:, None] * one.q_XK[:, :slot]).relu().sum(-1)
-
-
-def rest_weights(drafts: Drafts, one: Family, rest: Rest, p_XV: Tensor, q_XV: Tensor) -> Tensor:
+def rest_weights(
+    drafts: Drafts, one: Family, factor_X: Tensor, p_XV: Tensor, q_XV: Tensor
+) -> Tensor:
     """The row of what is left, not normalised: [X, V]."""
-    weights_XV = rows.excess(p_XV, q_XV, rest.factor_X)
-    if not drafts.is_judged_without or one.q_XK.shape[1] == 1:
+    weights_XV = rows.excess(p_XV, q_XV, factor_X)
+    if drafts.siblings is not Siblings.HYBRID:
         return weights_XV
-    factor_X1 = rest.factor_X[:, None]
-    # What the elder siblings' tokens have beyond that; zero where there is no child, as q is.
-    kept_XK = (one.p_XK - torch.minimum(rest.frozen_XK, factor_X1) * one.q_XK).relu()
-    kept_XK = kept_XK - (one.p_XK - factor_X1 * one.q_XK).relu()
-    return weights_XV.scatter_add(-1, one.kin.tokens_XK, kept_XK.to(p_XV.dtype))
+    # Chosen siblings had no part in the law that was subtracted: their tokens keep all of p.
+    is_chosen_XK = one.kin.is_there_XK & ~one.is_drawn_XK
+    lost_XK = one.p_XK.to(p_XV.dtype) - weights_XV.gather(-1, one.kin.tokens_XK)
+    return weights_XV.scatter_add(-1, one.kin.tokens_XK, lost_XK * is_chosen_XK)
 
 
-def draw_rest(drafts: Drafts, noise: Noise, one: Family, rest: Rest, is_reduced_X: Tensor) -> Drawn:
+def draw_rest(
+    drafts: Drafts, noise: Noise, one: Family, factor_X: Tensor, is_reduced_X: Tensor
+) -> Drawn:
     """Draw from what is left, from p where rounding left nothing."""
     p_XV, q_XV = laws_at(drafts, one)
-    weights_XV = rest_weights(drafts, one, rest, p_XV, q_XV)
+    weights_XV = rest_weights(drafts, one, factor_X, p_XV, q_XV)
     is_empty_X = weights_XV.amax(-1) <= 0
     weights_XV = torch.addcmul(weights_XV, p_XV, is_empty_X[:, None].to(p_XV.dtype))
     depth_X = drafts.shapes.depths_BN[one.round_X, one.node_X]
-    coin_X = torch.where(
-        is_reduced_X, noise.rests_BE[one.round_X, depth_X], noise.targets_BE[one.round_X, depth_X]
-    )
+    coin_X = last_coin(noise, one.round_X, depth_X, is_reduced_X)
     return Drawn(rows.draw(weights_XV, coin_X), is_empty_X)
 
 
@@ -178,50 +166,29 @@ def recursive(drafts: Drafts, noise: Noise) -> Verdicts:
     num_nodes, round_B = drafts.tokens_BN.shape[1], drafts.rounds_B
     width, nodes = drafts.shapes.children_BNK.shape[-1], nodes_of(drafts, noise)
     next_BM = only_children(drafts, nodes) if 1 in drafts.shapes.widths else None
-    one_B = torch.ones_like(noise.coins_BN[:, 0])
-    num_degenerate_B = torch.zeros_like(round_B)
-    rest = Rest(one_B, torch.full_like(one_B[:, None].expand(-1, width), torch.inf))
+    one_B = torch.ones_like(nodes.p_BN[:, 0])
+    factor_B, num_degenerate_B = one_B, torch.zeros_like(round_B)
 
     def settle(depth: int, node_B: Tensor) -> Tensor:
-        nonlocal num_degenerate_B, rest
+        nonlocal factor_B, num_degenerate_B
         is_walking_B = node_B < num_nodes
-        if (
-            next_BM is not None and drafts.shapes.widths[depth] == 1
-        ):  # an only child that is refused leaves [p - q]+
-            rest = Rest(torch.where(is_walking_B, one_B, rest.factor_X), rest.frozen_XK)
+        if next_BM is not None and drafts.shapes.widths[depth] == 1:
+            # An only child that is refused leaves [p - q]+.
+            factor_B = torch.where(is_walking_B, one_B, factor_B)
             return rows.at(next_BM, node_B)
         here_B = torch.where(is_walking_B, node_B, 0)
         one = family_of(drafts, nodes, round_B, here_B, drafts.shapes.widths[depth])
         found = judge(drafts, one)
         num_degenerate_B = num_degenerate_B + found.num_degenerate_X * is_walking_B
-        rest = _where_walking(is_walking_B, found.rest, rest)
+        factor_B = torch.where(is_walking_B, found.factor_X, factor_B)
         return torch.where(is_walking_B, found.child_X, num_nodes)
 
     path = walk(drafts, settle)
     one = family_of(drafts, nodes, round_B, path.last_B, width)
     is_reduced_B = one.kin.is_there_XK[:, 0]
-    frozen_BK = rest.frozen_XK
-    if width > 1:
-        frozen_BK = torch.where(one.kin.is_there_XK[:, 1:2], frozen_BK, torch.inf)
-    rest = Rest(rest.factor_X * is_reduced_B, frozen_BK)
-    drawn = draw_rest(drafts, noise, one, rest, is_reduced_B)
+    drawn = draw_rest(drafts, noise, one, factor_B * is_reduced_B, is_reduced_B)
     num_degenerate_B = num_degenerate_B + drawn.is_empty_X
     return emitted(drafts, path, drawn.token_X, num_degenerate_B, nodes.is_impossible_B)
-
-
-def _where_walking(is_walking_B: Tensor, new: Rest, old: Rest) -> Rest:
-    """The rest at the node that a round is at, or stopped at; slots beyond the depth's are kept."""
-    width = new.frozen_XK.shape[1]
-    return Rest(
-        torch.where(is_walking_B, new.factor_X, old.factor_X),
-        torch.cat(
-            [
-                torch.where(is_walking_B[:, None], new.frozen_XK, old.frozen_XK[:, :width]),
-                old.frozen_XK[:, width:],
-            ],
-            1,
-        ),
-    )
 
 
 def only_children(drafts: Drafts, nodes: Nodes) -> Tensor:
@@ -235,69 +202,27 @@ def only_children(drafts: Drafts, nodes: Nodes) -> Tensor:
 
 
 def judge(drafts: Drafts, one: Family) -> Judged:
-    """Try the children of each node in turn, at least two of them."""
+    """Try the children of each node in turn, all of them drawn."""
     num_nodes = drafts.tokens_BN.shape[1]
     factor_X, mass_X = torch.zeros_like(one.q_XK[:, 0]), torch.ones_like(one.q_XK[:, 0])
     is_open_X, child_X = one.node_X >= 0, torch.full_like(one.node_X, num_nodes)
-    num_degenerate_X, kept_X, frozen = torch.zeros_like(child_X), torch.zeros_like(mass_X), []
-    laws = [laws_at(drafts, one)]
+    num_degenerate_X, laws = torch.zeros_like(child_X), laws_at(drafts, one)
     columns = (one.p_XK, one.q_XK, one.left_XK, one.coins_XK, one.kin.nodes_XK, one.is_drawn_XK)
-    for slot, (p_X, q_X, left_X, coin_X, node_X, is_drawn_X) in enumerate(
-        zip(*(column.unbind(1) for column in columns), strict=True)
+    for p_X, q_X, left_X, coin_X, node_X, is_drawn_X in zip(
+        *(column.unbind(1) for column in columns), strict=True
     ):
-        share_X = (p_X - factor_X * q_X).relu()
         is_tried_X = is_open_X & is_drawn_X
+        share_X = (p_X - factor_X * q_X).relu()
         is_on_X = is_tried_X & stands(coin_X, share_X, mass_X, q_X, left_X)
         child_X = torch.where(is_on_X, node_X, child_X)
         is_open_X = is_tried_X & ~is_on_X
-        less = refused(drafts, one, slot, reduced_factor(factor_X, mass_X, left_X), kept_X, laws)
-        is_less_X = is_open_X & (less.mass_X > 0)
+        new_factor_X = reduced_factor(factor_X, mass_X, left_X)
+        new_mass_X = rows.mass(rows.excess(*laws, new_factor_X))
+        is_less_X = is_open_X & (new_mass_X > 0)
         num_degenerate_X = num_degenerate_X + (is_open_X ^ is_less_X)
-        mass_X = torch.where(is_less_X, less.mass_X, mass_X)
-        factor_X = torch.where(is_less_X, less.factor_X, factor_X)
-        kept_X = kept_after(drafts, kept_X, p_X, factor_X, q_X)
-        frozen.append(factor_X)
-    return Judged(child_X, Rest(factor_X, torch.stack(frozen, 1)), num_degenerate_X)
-
-
-class Less(NamedTuple):
-    """What a refusal leaves: the factor, and the sum of [p - c q]+ with it."""
-
-    factor_X: Tensor
-    mass_X: Tensor
-
-
-def refused(
-    drafts: Drafts,
-    one: Family,
-    slot: int,
-    factor_X: Tensor,
-    kept_X: Tensor,
-    laws: Sequence[tuple[Tensor, Tensor]],
-) -> Less:
-    """Refuse this slot's child; `laws` hold p and q of these nodes, a few after the others.
-
-    `kept_X` is what the tokens before this slot have, whatever the factor. Nodes beyond those of
-    `laws` have no such child, and a mass of zero.
-    """
-    size = len(laws[0][0])
-    masses = [
-        rows.mass(rows.excess(p_XV, q_XV, factor_X[number * size : (number + 1) * size]))
-        for number, (p_XV, q_XV) in enumerate(laws)
-    ]
-    if len(laws) * size < len(factor_X):
-        masses.append(torch.zeros_like(factor_X[len(laws) * size :]))
-    mass_X = masses[0] if len(masses) == 1 else torch.cat(masses)
-    if drafts.is_judged_without and slot:
-        mass_X = mass_X + (kept_X - elder_shares(one, factor_X, slot))
-    return Less(factor_X, mass_X)
-
-
-def kept_after(
-    drafts: Drafts, kept_X: Tensor, p_X: Tensor, factor_X: Tensor, q_X: Tensor
-) -> Tensor:
-    """What is kept once this slot's token has left the law of the next ones."""
-    return kept_X + (p_X - factor_X * q_X).relu() if drafts.is_judged_without else kept_X
+        mass_X = torch.where(is_less_X, new_mass_X, mass_X)
+        factor_X = torch.where(is_less_X, new_factor_X, factor_X)
+    return Judged(child_X, factor_X, num_degenerate_X)
 
 
 def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
@@ -313,7 +238,7 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
         here_B = torch.where(is_walking_B, node_B, 0)
         one = family_of(drafts, nodes, round_B, here_B, drafts.shapes.widths[depth])
         found = judge_one(drafts, one)
-        drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
+        drawn = draw_rest(drafts, noise, one, found.factor_X, one.is_drawn_XK.any(-1))
         is_chosen_BK = one.kin.is_there_XK & ~one.is_drawn_XK
         is_it_BK = is_chosen_BK & (one.kin.tokens_XK == drawn.token_X[:, None])
         chosen_B = torch.where(is_it_BK, one.kin.nodes_XK, num_nodes).amin(-1)
@@ -326,13 +251,13 @@ def hybrid(drafts: Drafts, noise: Noise) -> Verdicts:
     path = walk(drafts, settle)
     one = family_of(drafts, nodes, round_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
     found = judge_one(drafts, one)
-    drawn = draw_rest(drafts, noise, one, found.rest, one.is_drawn_XK.any(-1))
+    drawn = draw_rest(drafts, noise, one, found.factor_X, one.is_drawn_XK.any(-1))
     num_degenerate_B = num_degenerate_B + drawn.is_empty_X
     return emitted(drafts, path, drawn.token_X, num_degenerate_B, nodes.is_impossible_B)
 
 
 def judge_one(drafts: Drafts, one: Family) -> Judged:
-    """Judge the only drawn child, whatever its slot; elder siblings keep the whole of p."""
+    """Judge the only drawn child, whatever its slot."""
     num_nodes = drafts.tokens_BN.shape[1]
     slot_X1 = one.is_drawn_XK.int().argmax(-1, keepdim=True)
     coin_X1, p_X1, q_X1, left_X1, is_tried_X1, node_X1 = (
@@ -347,12 +272,8 @@ def judge_one(drafts: Drafts, one: Family) -> Judged:
     child_X1 = torch.where(is_on_X1, node_X1, num_nodes)
     is_refused_X1 = is_tried_X1 & ~is_on_X1
     factor_X1 = reduced_factor(torch.zeros_like(p_X1), mass_X1, left_X1)
-    is_elder_XK = torch.arange(one.q_XK.shape[1], device=slot_X1.device) < slot_X1
     return Judged(
         child_X=child_X1[:, 0],
-        rest=Rest(
-            torch.where(is_refused_X1, factor_X1, 0.0)[:, 0],
-            torch.where(is_elder_XK, 0.0, torch.inf),
-        ),
+        factor_X=torch.where(is_refused_X1, factor_X1, 0.0)[:, 0],
         num_degenerate_X=torch.zeros_like(child_X1[:, 0]),
     )

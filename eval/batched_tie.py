@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from outrider.eval.batched import BATCHED, VerifyBatch
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts, shapes_of
+from outrider.eval.batched_k_sequential import k_sequential
 from outrider.eval.children import children
 from outrider.eval.rules import RULES
 from outrider.eval.tree import Tree
@@ -24,6 +26,7 @@ _UNITS = 16
 """A law's weights are multiples of one sixteenth."""
 _VOCAB = 6
 _EDGES, _FINE = 64, 1 << 20
+_RHO_STEPS = 40
 # Rules whose thresholds are quotients of dyadic numbers get coins that never fall on one.
 _DIVIDING = {"without", "k_sequential", "hybrid", "block", "traversal"}
 
@@ -89,9 +92,9 @@ class Scripted:
 
 def random_law(rng: random.Random) -> Weights:
     """A law in sixteenths: spread, sparse, one-hot, or with equals."""
-    support = rng.sample(range(_VOCAB), rng.choice([1, 2, 2, 3, 3, 4]))
+    support = rng.sample(range(_VOCAB), rng.choice([1, 2, 3, 3, 4, _VOCAB]))
     units = [0] * _VOCAB
-    if rng.random() < 0.3:
+    if rng.random() < 0.25:
         support = support[: 1 << (len(support).bit_length() - 1)]
         for token in support:
             units[token] = _UNITS // len(support)
@@ -102,16 +105,23 @@ def random_law(rng: random.Random) -> Weights:
 
 
 def _draft_law(rng: random.Random, p: Weights) -> Weights:
-    """A draft's law: any, equal to p, or disjoint from it where p leaves room."""
-    kind = rng.random()
-    if kind < 0.3:
-        return p
-    q = random_law(rng)
+    """A draft's law: p, near p, disjoint from p where p leaves room, or any."""
+    kind = rng.choice(["equal", "near", "near", "near", "disjoint", "any"])
     room = [token for token in range(_VOCAB) if p[token] == 0]
-    if kind < 0.45 and room:
-        q = np.array([Fraction(0)] * _VOCAB, dtype=object)
-        q[rng.choice(room)] = Fraction(1)
-    return q
+    if kind == "equal":
+        return p
+    if kind == "near":
+        q = p.copy()
+        for _ in range(rng.randint(1, 6)):
+            giver = rng.choice([token for token in range(_VOCAB) if q[token] > 0])
+            q[giver] -= Fraction(1, _UNITS)
+            q[rng.randrange(_VOCAB)] += Fraction(1, _UNITS)
+        return q
+    if kind == "disjoint" and room:
+        q = p * 0
+        q[rng.choice(room)] += 1
+        return q
+    return random_law(rng)
 
 
 def random_problem(rule: str, siblings: Siblings, rng: random.Random) -> Problem:
@@ -229,33 +239,45 @@ def tie(
     verify: VerifyBatch | None = None,
     ids: Sequence[int] = range(_VOCAB),
     dtype: torch.dtype = torch.float32,
+    at_once: int | None = None,
 ) -> Tie:
     """Judge random problems by the rule and by its batched form, or by `verify`, and compare.
 
-    `ids` are the six tokens of the larger vocabulary, ascending, that take part.
+    `ids` are the six tokens of the larger vocabulary, ascending, that take part; `at_once` rounds
+    make a batch, by default all with drafts of one kind.
     """
     rng = random.Random(f"{rule} {seed}")
-    verify = verify or BATCHED[rule]
-    kinds = sorted(RULES[rule].drafts)
+    verify = verify or _converged(rule)
+    kinds = sorted(RULES[rule].drafts - {Siblings.NONE})
     num_decisions, differences = 0, []
-    for number, siblings in enumerate(kinds):
-        share = (num_rounds + number) // len(kinds)
+    for siblings in (Siblings.NONE, *kinds):
+        # Little can go wrong without drafts.
+        num_drafted = num_rounds - num_rounds // 10
+        share = num_rounds // 10 if siblings is Siblings.NONE else num_drafted // len(kinds)
         problems = [random_problem(rule, siblings, rng) for _ in range(share)]
         if not problems:
             continue
-        drafts, noise = to_batch(problems, rule, ids, ids[-1] + 1, dtype)
-        for one, found in zip(problems, _found(verify(drafts, noise), ids), strict=True):
-            random_noise = Scripted(one)
-            wanted = RULES[rule].verify(one.tree, one, random_noise)
-            num_decisions += max(random_noise.num_asked, len(wanted.path) + 1)
-            if found != wanted:
-                differences.append(f"{siblings} {one.tree}: {found} instead of {wanted}")
+        step = at_once or len(problems)
+        for first in range(0, len(problems), step):
+            batch = problems[first : first + step]
+            drafts, noise = to_batch(batch, rule, ids, ids[-1] + 1, dtype)
+            for one, found in zip(batch, _found(verify(drafts, noise), ids), strict=True):
+                scripted = Scripted(one)
+                wanted = RULES[rule].verify(one.tree, one, scripted)
+                num_decisions += max(scripted.num_asked, len(wanted.path) + 1)
+                if found != wanted:
+                    differences.append(f"{siblings} {one.tree}: {found} instead of {wanted}")
     return Tie(
         rule=rule,
         num_rounds=num_rounds,
         num_decisions=num_decisions,
         differences=tuple(differences),
     )
+
+
+def _converged(rule: str) -> VerifyBatch:
+    # Six tokens make a function with corners, on which the search for K-SEQ's rho takes longer.
+    return partial(k_sequential, num_steps=_RHO_STEPS) if rule == "k_sequential" else BATCHED[rule]
 
 
 def _found(verdicts: Verdicts, ids: Sequence[int]) -> Iterator[Verdict | None]:

@@ -15,11 +15,8 @@ from outrider.eval.batched_drafts import Drafts
 from outrider.eval.batched_recursive import (
     Family,
     Nodes,
-    Rest,
     family_of,
-    kept_after,
     reduced_factor,
-    refused,
 )
 
 
@@ -40,7 +37,8 @@ class Refused(NamedTuple):
     below_XK: Tensor
     """The weight at which each child was reached."""
     stands_X: Tensor
-    rest: Rest
+    factor_X: Tensor
+    """Of what is left of p."""
     num_degenerate_XK: Tensor
 
 
@@ -66,16 +64,16 @@ def tree_weights(drafts: Drafts, nodes: Nodes) -> Weights:
                 for place in range(counts[0])
             ]
             after = refuse_all(
-                drafts, one, reached_Y[place_X + one.node_X], [laws[:count] for count in counts]
+                one, reached_Y[place_X + one.node_X], [laws[:count] for count in counts]
             )
             if num_degenerate_BK is None:
                 num_degenerate_BK = after.num_degenerate_XK
-            kids_XK = torch.where(one.kin.is_there_XK, one.kin.nodes_XK, num_nodes)
+            # Nodes that are not there were looked up as the root, and must not write.
+            is_kid_XK = one.kin.is_there_XK & (node_X >= 0)[:, None]
+            kids_XK = torch.where(is_kid_XK, one.kin.nodes_XK, num_nodes)
             kids_XK = kids_XK + place_X[:, None]
             reached_Y = reached_Y.scatter(0, kids_XK.flatten(), after.below_XK.flatten())
-            # Nodes that are not there, or have no child, come with the root's number or a leaf's.
-            is_inner_X = one.kin.is_there_XK[:, 0] & (node_X >= 0)
-            inner_X = torch.where(is_inner_X, node_X, num_nodes) + place_X
+            inner_X = torch.where(is_kid_XK[:, 0], node_X, num_nodes) + place_X
             stands_Y = stands_Y.scatter(0, inner_X, after.stands_X)
     reached_BN = reached_Y.view(num_rounds, size)[:, :-1]
     stands_BN = stands_Y.view(num_rounds, size)[:, :-1]
@@ -85,10 +83,7 @@ def tree_weights(drafts: Drafts, nodes: Nodes) -> Weights:
 
 
 def refuse_all(
-    drafts: Drafts,
-    one: Family,
-    reached_X: Tensor,
-    laws: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    one: Family, reached_X: Tensor, laws: Sequence[Sequence[tuple[Tensor, Tensor]]]
 ) -> Refused:
     """Refuse the children of nodes that were reached at these weights, in turn.
 
@@ -96,8 +91,7 @@ def refuse_all(
     """
     is_alive_X, is_root_X = reached_X > 0, one.node_X == 0
     weight_X, mass_X = torch.where(is_alive_X, reached_X, 1.0), torch.ones_like(reached_X)
-    factor_X = kept_X = torch.zeros_like(reached_X)
-    below, degenerate, frozen = [], [], []
+    factor_X, below, degenerate = torch.zeros_like(reached_X), [], []
     columns = (one.p_XK, one.q_XK, one.left_XK, one.kin.is_there_XK)
     for slot, (p_X, q_X, left_X, is_child_X) in enumerate(
         zip(*(column.unbind(1) for column in columns), strict=True)
@@ -105,22 +99,20 @@ def refuse_all(
         is_there_X = is_alive_X & is_child_X
         share_X = (p_X - factor_X * q_X).relu()
         below.append(reach(weight_X, share_X, mass_X, q_X, left_X) * is_there_X)
-        less_factor_X = reduced_factor(factor_X, mass_X, weight_X * left_X)
-        less = refused(drafts, one, slot, less_factor_X, kept_X, laws[slot])
-        is_less_X = is_there_X & (less.mass_X > 0)
+        new_factor_X = reduced_factor(factor_X, mass_X, weight_X * left_X)
+        new_mass_X = masses(laws[slot], new_factor_X)
+        is_less_X = is_there_X & (new_mass_X > 0)
         degenerate.append(is_there_X ^ is_less_X)
-        after_X = weight_after(weight_X * less.mass_X / mass_X, weight_X)
+        after_X = weight_after(weight_X * new_mass_X / mass_X, weight_X)
         weight_X = torch.where(is_less_X, after_X, weight_X)
-        mass_X = torch.where(is_less_X, less.mass_X, mass_X)
-        factor_X = torch.where(is_less_X, less.factor_X, factor_X)
-        kept_X = kept_after(drafts, kept_X, p_X, factor_X, q_X)
-        frozen.append(factor_X)
+        mass_X = torch.where(is_less_X, new_mass_X, mass_X)
+        factor_X = torch.where(is_less_X, new_factor_X, factor_X)
         # The root always stands, so there it is rounding.
         is_alive_X = is_alive_X & (is_root_X | ~degenerate[-1])
     return Refused(
         below_XK=torch.stack(below, 1),
         stands_X=weight_X * is_alive_X,
-        rest=Rest(factor_X, torch.stack(frozen, 1)),
+        factor_X=factor_X,
         num_degenerate_XK=torch.stack(degenerate, 1).long(),
     )
 
@@ -133,6 +125,16 @@ def _laws_of(drafts: Drafts, one: Family, node: int | None, place: int) -> tuple
     these = slice(place * len(drafts.p_BNV), (place + 1) * len(drafts.p_BNV))
     p_BV = rows.rows_at(drafts.p_BNV, one.round_X[these], one.node_X[these])
     return p_BV, rows.rows_at(drafts.q_BRV, one.round_X[these], one.row_X[these])
+
+
+def masses(laws: Sequence[tuple[Tensor, Tensor]], factor_X: Tensor) -> Tensor:
+    """The sum of [p - c q]+ for the nodes of `laws`, a few after the others; zero for the rest."""
+    size = len(laws[0][0])
+    parts = [
+        rows.mass(rows.excess(p_BV, q_BV, factor_X[number * size : (number + 1) * size]))
+        for number, (p_BV, q_BV) in enumerate(laws)
+    ]
+    return torch.cat([*parts, torch.zeros_like(factor_X[len(laws) * size :])])
 
 
 def reach(weight: Tensor, share: Tensor, mass: Tensor, q: Tensor, left: Tensor) -> Tensor:

@@ -197,16 +197,15 @@ def _draw_outside(drafts: Drafts, noise: Noise, path: Path) -> Verdicts:
     kin = kin_of(drafts, drafts.rounds_B, path.last_B, drafts.shapes.children_BNK.shape[-1])
     p_BV = rows.rows_at(drafts.p_BNV, drafts.rounds_B, path.last_B)
     rest_BV = rows.without(p_BV, kin.tokens_XK, kin.is_there_XK)
-    token_B = rows.draw(rest_BV, last_coin(noise, path, kin.is_there_XK[:, 0]))
+    coin_B = last_coin(noise, drafts.rounds_B, path.lengths_B, kin.is_there_XK[:, 0])
+    token_B = rows.draw(rest_BV, coin_B)
     return emitted(drafts, path, token_B)
 
 
-def last_coin(noise: Noise, path: Path, is_reduced_B: Tensor) -> Tensor:
-    """The noise of the last draw: other noise than plain decoding's after a rejection."""
+def last_coin(noise: Noise, round_X: Tensor, depth_X: Tensor, is_reduced_X: Tensor) -> Tensor:
+    """The noise of a draw after this depth: after a rejection other than plain decoding's."""
     return torch.where(
-        is_reduced_B,
-        rows.at(noise.rests_BE, path.lengths_B),
-        rows.at(noise.targets_BE, path.lengths_B),
+        is_reduced_X, noise.rests_BE[round_X, depth_X], noise.targets_BE[round_X, depth_X]
     )
 
 
