@@ -12,7 +12,7 @@ from outrider.eval.batched_recursive import family_of, laws_at, nodes_of, only_c
 from outrider.eval.batched_walk import emitted, last_coin, match, walk
 from outrider.eval.verdict import Siblings
 
-NUM_STEPS = 7
+NUM_STEPS = 5
 """Passes in search of rho: enough for vocabularies of thousands of tokens."""
 _TICKS = 1 << 16
 
@@ -70,9 +70,10 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int = NUM_ST
     The root is between 1 and K: regula falsi with the Illinois rule, then the tick above the lower
     end, if it is enough. Only a rho that was seen to be enough is returned.
     """
+    work_BV = torch.empty_like(p_BV)
 
     def spare(rho_B: Tensor) -> Tensor:
-        beta_B = beta(p_BV, q_BV, rho_B)
+        beta_B = beta(p_BV, q_BV, rho_B, work_BV)
         return rho_B * beta_B - 1 + (1 - beta_B) ** count_B
 
     most_B = count_B.clamp(min=1).double()
@@ -103,8 +104,7 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int = NUM_ST
     return torch.where(is_one_B, 1.0, rho_B)
 
 
-def beta(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor) -> Tensor:
-    """Sum of min(p/rho, q), float64 [B]."""
-    kept_BV = p_BV * (1 / rho_B)[:, None].to(p_BV.dtype)
-    # In place: of two buffers a CPU's allocator gives one back to the system, every time.
-    return rows.mass(torch.minimum(kept_BV, q_BV, out=kept_BV))
+def beta(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, work_BV: Tensor) -> Tensor:
+    """Sum of min(p/rho, q), float64 [B]; `work_BV` is overwritten."""
+    torch.mul(p_BV, (1 / rho_B)[:, None].to(p_BV.dtype), out=work_BV)
+    return rows.mass(torch.minimum(work_BV, q_BV, out=work_BV))

@@ -143,7 +143,7 @@ def rest_weights(
     # Chosen siblings had no part in the law that was subtracted: their tokens keep all of p.
     is_chosen_XK = one.kin.is_there_XK & ~one.is_drawn_XK
     lost_XK = one.p_XK.to(p_XV.dtype) - weights_XV.gather(-1, one.kin.tokens_XK)
-    return weights_XV.scatter_add(-1, one.kin.tokens_XK, lost_XK * is_chosen_XK)
+    return weights_XV.scatter_add_(-1, one.kin.tokens_XK, lost_XK * is_chosen_XK)
 
 
 def draw_rest(
@@ -153,7 +153,7 @@ def draw_rest(
     p_XV, q_XV = laws_at(drafts, one)
     weights_XV = rest_weights(drafts, one, factor_X, p_XV, q_XV)
     is_empty_X = weights_XV.amax(-1) <= 0
-    weights_XV = torch.addcmul(weights_XV, p_XV, is_empty_X[:, None].to(p_XV.dtype))
+    weights_XV.addcmul_(p_XV, is_empty_X[:, None].to(p_XV.dtype))
     depth_X = drafts.shapes.depths_BN[one.round_X, one.node_X]
     coin_X = last_coin(noise, one.round_X, depth_X, is_reduced_X)
     return Drawn(rows.draw(weights_XV, coin_X), is_empty_X)
@@ -206,7 +206,8 @@ def judge(drafts: Drafts, one: Family) -> Judged:
     num_nodes = drafts.tokens_BN.shape[1]
     factor_X, mass_X = torch.zeros_like(one.q_XK[:, 0]), torch.ones_like(one.q_XK[:, 0])
     is_open_X, child_X = one.node_X >= 0, torch.full_like(one.node_X, num_nodes)
-    num_degenerate_X, laws = torch.zeros_like(child_X), laws_at(drafts, one)
+    num_degenerate_X, (p_XV, q_XV) = torch.zeros_like(child_X), laws_at(drafts, one)
+    work_XV = torch.empty_like(p_XV)
     columns = (one.p_XK, one.q_XK, one.left_XK, one.coins_XK, one.kin.nodes_XK, one.is_drawn_XK)
     for p_X, q_X, left_X, coin_X, node_X, is_drawn_X in zip(
         *(column.unbind(1) for column in columns), strict=True
@@ -217,7 +218,7 @@ def judge(drafts: Drafts, one: Family) -> Judged:
         child_X = torch.where(is_on_X, node_X, child_X)
         is_open_X = is_tried_X & ~is_on_X
         new_factor_X = reduced_factor(factor_X, mass_X, left_X)
-        new_mass_X = rows.mass(rows.excess(*laws, new_factor_X))
+        new_mass_X = rows.mass(rows.excess(p_XV, q_XV, new_factor_X, work_XV))
         is_less_X = is_open_X & (new_mass_X > 0)
         num_degenerate_X = num_degenerate_X + (is_open_X ^ is_less_X)
         mass_X = torch.where(is_less_X, new_mass_X, mass_X)

@@ -29,10 +29,13 @@ def shares_at(laws_BNV: Tensor, round_X: Tensor, rows_XK: Tensor, tokens_XK: Ten
     return laws_BNV[round_X[:, None], rows_XK, tokens_XK].double()
 
 
-def excess(p_XV: Tensor, q_XV: Tensor, times_X: Tensor) -> Tensor:
-    """[p - c q]+ for a factor c of each row, [X, V]."""
+def excess(p_XV: Tensor, q_XV: Tensor, times_X: Tensor, out: Tensor | None = None) -> Tensor:
+    """[p - c q]+ for a factor c of each row, [X, V].
+
+    `out` receives it: fresh memory for every row costs a CPU more than the sum.
+    """
     factor = -times_X.clamp(max=_MOST)[..., None].to(p_XV.dtype)
-    return torch.addcmul(p_XV, q_XV, factor).relu_()
+    return torch.addcmul(p_XV, q_XV, factor, out=out).relu_()
 
 
 def mass(weights_XV: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ def refuse_all(
     is_alive_X, is_root_X = reached_X > 0, one.node_X == 0
     weight_X, mass_X = torch.where(is_alive_X, reached_X, 1.0), torch.ones_like(reached_X)
     factor_X, below, degenerate = torch.zeros_like(reached_X), [], []
+    work_BV = torch.empty_like(laws[0][0][0])
     columns = (one.p_XK, one.q_XK, one.left_XK, one.kin.is_there_XK)
     for slot, (p_X, q_X, left_X, is_child_X) in enumerate(
         zip(*(column.unbind(1) for column in columns), strict=True)
@@ -100,7 +101,7 @@ def refuse_all(
         share_X = (p_X - factor_X * q_X).relu()
         below.append(reach(weight_X, share_X, mass_X, q_X, left_X) * is_there_X)
         new_factor_X = reduced_factor(factor_X, mass_X, weight_X * left_X)
-        new_mass_X = masses(laws[slot], new_factor_X)
+        new_mass_X = masses(laws[slot], new_factor_X, work_BV)
         is_less_X = is_there_X & (new_mass_X > 0)
         degenerate.append(is_there_X ^ is_less_X)
         after_X = weight_after(weight_X * new_mass_X / mass_X, weight_X)
@@ -127,11 +128,11 @@ def _laws_of(drafts: Drafts, one: Family, node: int | None, place: int) -> tuple
     return p_BV, rows.rows_at(drafts.q_BRV, one.round_X[these], one.row_X[these])
 
 
-def masses(laws: Sequence[tuple[Tensor, Tensor]], factor_X: Tensor) -> Tensor:
+def masses(laws: Sequence[tuple[Tensor, Tensor]], factor_X: Tensor, work_BV: Tensor) -> Tensor:
     """The sum of [p - c q]+ for the nodes of `laws`, a few after the others; zero for the rest."""
     size = len(laws[0][0])
     parts = [
-        rows.mass(rows.excess(p_BV, q_BV, factor_X[number * size : (number + 1) * size]))
+        rows.mass(rows.excess(p_BV, q_BV, factor_X[number * size : (number + 1) * size], work_BV))
         for number, (p_BV, q_BV) in enumerate(laws)
     ]
     return torch.cat([*parts, torch.zeros_like(factor_X[len(laws) * size :])])
