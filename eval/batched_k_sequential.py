@@ -12,16 +12,15 @@ from outrider.eval.batched_recursive import family_of, laws_at, nodes_of, only_c
 from outrider.eval.batched_walk import emitted, last_coin, match, walk
 from outrider.eval.verdict import Siblings
 
-NUM_STEPS = 5
-"""Passes in search of rho: enough for vocabularies of thousands of tokens."""
 _TICKS = 1 << 16
 
 
-def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = NUM_STEPS) -> Verdicts:
+def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = 0) -> Verdicts:
     """Rule R6, SpecTr's K-SEQ: each child stands with min(1, p/(rho q)).
 
-    Its decisions are the certified rule's once `num_steps` have found the rule's rho; before that
-    they are those of a larger rho, for which the rule is exact, too.
+    Its decisions are the certified rule's where `num_steps` passes find that rule's rho, and else
+    those of a slightly larger rho, for which the rule is exact, too. By default so many that rho is
+    within a thousandth for vocabularies of thousands of tokens: 5 for two children, 7 for ten.
     """
     if drafts.siblings is Siblings.NONE:
         return match(drafts, noise)
@@ -38,7 +37,9 @@ def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = NUM_STEPS) -> Ve
         is_walking_B = node_B < num_nodes
         here_B = torch.where(is_walking_B, node_B, 0)
         one = family_of(drafts, nodes, round_B, here_B, width)
-        rho_B = divisor(*laws_at(drafts, one), one.kin.is_there_XK.sum(-1), num_steps)
+        rho_B = divisor(
+            *laws_at(drafts, one), one.kin.is_there_XK.sum(-1), num_steps or default_steps(width)
+        )
         last_rho_B = torch.where(is_walking_B, rho_B, last_rho_B)
         is_on_XK = one.coins_XK * rho_B[:, None] * one.q_XK < one.p_XK
         is_on_XK = is_on_XK & one.kin.is_there_XK & is_walking_B[:, None]
@@ -55,6 +56,11 @@ def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = NUM_STEPS) -> Ve
     return emitted(drafts, path, token_B, is_empty_B.long(), nodes.is_impossible_B)
 
 
+def default_steps(width: int) -> int:
+    """Passes in search of rho for nodes of so many children."""
+    return 3 + width.bit_length()
+
+
 def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> Tensor:
     """P - min(p/rho, q) (1 - (1 - beta)^K)/beta, above zero: [B, V]; p itself for no children."""
     kept_BV = torch.minimum(p_BV / rho_B[:, None].to(p_BV.dtype), q_BV)
@@ -63,7 +69,7 @@ def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> 
     return rows.excess(p_BV, kept_BV, share_B / torch.where(beta_B > 0, beta_B, 1.0))
 
 
-def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int = NUM_STEPS) -> Tensor:
+def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int) -> Tensor:
     """The least multiple of 2^-16 at which K-SEQ is exact, or a larger one: float64 [B].
 
     Exact for any rho with spare(rho) = rho beta - 1 + (1 - beta)^K >= 0, beta = sum min(p/rho, q).

@@ -48,7 +48,8 @@ def path_to(drafts: Drafts, last_B: Tensor) -> Path:
     """The walk that ended at these nodes."""
     shapes, num_nodes = drafts.shapes, drafts.tokens_BN.shape[1]
     lengths_B = rows.at(shapes.depths_BN, last_B)
-    nodes, node_B = [], last_B
+    nodes: list[Tensor] = []
+    node_B = last_B
     for depth in range(len(shapes.widths), 0, -1):
         is_here_B = lengths_B >= depth
         nodes.append(torch.where(is_here_B, node_B, num_nodes))
@@ -76,7 +77,8 @@ def chain_weights(drafts: Drafts, nodes: Nodes) -> Weights:
 
 def chain_masses(drafts: Drafts, row_BN: Tensor, factor_BN: Tensor) -> Tensor:
     """The sum of [p - c q]+ at every node but the last, a few rows at a time: float64 [B, N]."""
-    p_BNV, q_BRV, masses = drafts.p_BNV, drafts.q_BRV, []
+    p_BNV, q_BRV = drafts.p_BNV, drafts.q_BRV
+    masses: list[Tensor] = []
     assert q_BRV is not None
     num_inner, step = factor_BN.shape[1] - 1, rows.rows_at_once(p_BNV)
     for first in range(0, num_inner, step):

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from outrider.eval.batched import BATCHED, VerifyBatch
-from outrider.eval.batched_drafts import Drafts, Noise, Verdicts, shapes_of
+from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
 from outrider.eval.batched_k_sequential import k_sequential
+from outrider.eval.batched_shapes import shapes_of
 from outrider.eval.children import children
 from outrider.eval.rules import RULES
 from outrider.eval.tree import Tree
@@ -128,7 +129,9 @@ def random_problem(rule: str, siblings: Siblings, rng: random.Random) -> Problem
     """A tree of up to nine nodes with laws that agree, differ, exclude each other, or have ties."""
     num_nodes = rng.choice([1, 2, 4, 6, 9])
     is_chain = RULES[rule].is_chain_only or siblings in (Siblings.SINGLE, Siblings.NONE)
-    laws_p, laws_q, drawn = [], [], []
+    laws_p: list[Weights] = []
+    laws_q: list[Weights] = []
+    drawn: list[Weights | None] = []
     tokens, parents = [0], [-1]
     for node in range(num_nodes):
         p = random_law(rng)
@@ -249,7 +252,8 @@ def tie(
     rng = random.Random(f"{rule} {seed}")
     verify = verify or _converged(rule)
     kinds = sorted(RULES[rule].drafts - {Siblings.NONE})
-    num_decisions, differences = 0, []
+    num_decisions = 0
+    differences: list[str] = []
     for siblings in (Siblings.NONE, *kinds):
         # Little can go wrong without drafts.
         num_drafted = num_rounds - num_rounds // 10

@@ -59,10 +59,7 @@ def tree_weights(drafts: Drafts, nodes: Nodes) -> Weights:
             round_X = drafts.rounds_B.repeat(counts[0])
             place_X = round_X * size
             one = family_of(drafts, nodes, round_X, node_X.clamp(min=0), len(counts))
-            laws = [
-                _laws_of(drafts, one, shapes.alike and shapes.alike[depth][first + place], place)
-                for place in range(counts[0])
-            ]
+            laws = [_laws_of(drafts, one, depth, first, place) for place in range(counts[0])]
             after = refuse_all(
                 one, reached_Y[place_X + one.node_X], [laws[:count] for count in counts]
             )
@@ -91,7 +88,9 @@ def refuse_all(
     """
     is_alive_X, is_root_X = reached_X > 0, one.node_X == 0
     weight_X, mass_X = torch.where(is_alive_X, reached_X, 1.0), torch.ones_like(reached_X)
-    factor_X, below, degenerate = torch.zeros_like(reached_X), [], []
+    factor_X = torch.zeros_like(reached_X)
+    below: list[Tensor] = []
+    degenerate: list[Tensor] = []
     work_BV = torch.empty_like(laws[0][0][0])
     columns = (one.p_XK, one.q_XK, one.left_XK, one.kin.is_there_XK)
     for slot, (p_X, q_X, left_X, is_child_X) in enumerate(
@@ -118,10 +117,14 @@ def refuse_all(
     )
 
 
-def _laws_of(drafts: Drafts, one: Family, node: int | None, place: int) -> tuple[Tensor, Tensor]:
+def _laws_of(
+    drafts: Drafts, one: Family, depth: int, first: int, place: int
+) -> tuple[Tensor, Tensor]:
     """The laws p and q at the nodes of this place, [B, V]; not copied where all have this one."""
     assert drafts.q_BRV is not None
-    if node is not None and drafts.rows_BN is None:
+    alike = drafts.shapes.alike
+    if alike is not None and drafts.rows_BN is None:
+        node = alike[depth][first + place]
         return drafts.p_BNV[:, node], drafts.q_BRV[:, node]
     these = slice(place * len(drafts.p_BNV), (place + 1) * len(drafts.p_BNV))
     p_BV = rows.rows_at(drafts.p_BNV, one.round_X[these], one.node_X[these])

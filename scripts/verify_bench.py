@@ -21,7 +21,8 @@ import tyro
 from torch import Tensor
 
 from outrider.eval.batched import BATCHED, verify_batch
-from outrider.eval.batched_drafts import Drafts, noise_for, shapes_of
+from outrider.eval.batched_drafts import Drafts, noise_for
+from outrider.eval.batched_shapes import shapes_of
 from outrider.eval.children import children
 from outrider.eval.rules import RULES
 from outrider.eval.tree import shape_from_counts
@@ -119,7 +120,7 @@ def measure(settings: Settings, tree: str, batch: int) -> list[Measured]:
     parents = TREES[tree](settings.nodes)
     rules = [name for name in settings.rules if tree == "chain" or not RULES[name].is_chain_only]
     p_BNV, q_BRV = random_laws(settings, parents, batch)
-    found = []
+    found: list[Measured] = []
     for siblings in dict.fromkeys(_DRAFTS[name] for name in rules):
         kind = Siblings.SINGLE if tree == "chain" and siblings != Siblings.CHOSEN else siblings
         drafts = drafted(parents, kind, p_BNV, q_BRV)
