@@ -18,11 +18,15 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from outrider.eval import contest, grid
+from outrider.eval.batched import BATCHED
+from outrider.eval.batched_tie import Tie, tie
 from outrider.eval.keyed import KeyedByPosition, judge_keys
 from outrider.eval.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
 from outrider.eval.verdict import Siblings
 from outrider.scripts import toy_command
+
+_TIED_ROUNDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_theorem_kept = show_contests(settings) if is_whole else True
     are_keys_sound = show_keys() if is_whole else True
     killed = [] if settings.tree else show_mutants(judge_all(names, processes=settings.processes))
+    tied = [] if settings.tree else show_ties([name for name in rules if name in BATCHED])
     is_sound = not any(one.distance for one in results) and not any(one.is_alive for one in killed)
+    is_sound = is_sound and not any(one.differences for one in tied)
     is_sound = is_sound and is_theorem_kept and are_keys_sound
     seconds = time.perf_counter() - start
     print(f"{'all exact' if is_sound else 'NOT EXACT'}, {seconds:.0f} s")
     if settings.json is not None:
-        settings.json.write_text(json.dumps(as_record(results, killed), indent=1) + "\n")
+        settings.json.write_text(json.dumps(as_record(results, killed, tied), indent=1) + "\n")
     if not is_sound:
         sys.exit(1)
 
@@ -167,6 +173,22 @@ def show_keys() -> bool:
     return sound and seen
 
 
+def show_ties(names: Sequence[str]) -> list[Tie]:
+    """Compare the batched code with the rules on random trees; print a line, and what differs."""
+    found = [tie(name, _TIED_ROUNDS) for name in names]
+    if found:
+        count, num_differences = sum(f.num_decisions for f in found), 0
+        for one in found:
+            num_differences += len(one.differences)
+            for text in one.differences[:1]:
+                print(f"batched {one.rule} DIFFERS {len(one.differences)} times: {text}")
+        print(
+            f"batched code tied to the rules: {len(found)} rules, {count} decisions, "
+            f"{num_differences} differences\n"
+        )
+    return found
+
+
 def show_mutants(results: Any) -> list[Killed]:  # noqa: ANN401 (an iterator of them)
     """Print a line for each planted fault as it is judged."""
     print(f"{'planted fault':<33}{'of rule':<14}distance  first seen in")
@@ -184,7 +206,9 @@ def _distance(distance: Fraction) -> str:
     return f"{float(distance):.6f}" if distance else "0"
 
 
-def as_record(results: Sequence[grid.Result], killed: Sequence[Killed]) -> dict[str, Any]:
+def as_record(
+    results: Sequence[grid.Result], killed: Sequence[Killed], tied: Sequence[Tie]
+) -> dict[str, Any]:
     """The results as JSON: distances as fractions and as floats."""
     return {
         "cells": [
@@ -210,5 +234,13 @@ def as_record(results: Sequence[grid.Result], killed: Sequence[Killed]) -> dict[
                 "where": one.where,
             }
             for one in killed
+        ],
+        "batched": [
+            {
+                "rule": one.rule,
+                "decisions": one.num_decisions,
+                "differences": list(one.differences),
+            }
+            for one in tied
         ],
     }
