@@ -10,9 +10,8 @@ from outrider.eval import batched_rows as rows
 from outrider.eval.batched_drafts import Drafts, Noise, Verdicts
 from outrider.eval.batched_recursive import family_of, laws_at, nodes_of, only_children
 from outrider.eval.batched_walk import emitted, last_coin, match, walk
+from outrider.eval.rules_walk import RHO_TICKS
 from outrider.eval.verdict import Siblings
-
-_TICKS = 1 << 16
 
 
 def k_sequential(drafts: Drafts, noise: Noise, num_steps: int = 0) -> Verdicts:
@@ -70,7 +69,7 @@ def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> 
 
 
 def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int) -> Tensor:
-    """The least multiple of 2^-16 at which K-SEQ is exact, or a larger one: float64 [B].
+    """The least multiple of 2^-10 at which K-SEQ is exact, or a larger one: float64 [B].
 
     Exact for any rho with spare(rho) = rho beta - 1 + (1 - beta)^K >= 0, beta = sum min(p/rho, q).
     The root is between 1 and K: regula falsi with the Illinois rule, then the tick above the lower
@@ -104,8 +103,8 @@ def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int) -> Tens
             torch.where(is_enough_B, found_B, over_B),
         )
         was_enough_B = is_enough_B
-    tick_B = (low_B * _TICKS).floor().add(1) / _TICKS
-    top_B = torch.minimum((high_B * _TICKS).ceil() / _TICKS, most_B)
+    tick_B = (low_B * RHO_TICKS).floor().add(1) / RHO_TICKS
+    top_B = torch.minimum((high_B * RHO_TICKS).ceil() / RHO_TICKS, most_B)
     rho_B = torch.where((tick_B < top_B) & (spare(tick_B) >= 0), tick_B, top_B)
     return torch.where(is_one_B, 1.0, rho_B)
 

@@ -9,6 +9,7 @@ Dimensions: V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -65,19 +66,27 @@ def race(weights_V: Tensor, coin: float) -> int:
     of each weight; only two tokens that close to a tie may then change places, while a draw from
     the cumulative law has thousands of edges to fall off.
     """
-    return int((race_times(weights_V, coin) / weights_V).argmin())
+    return int(race_times(weights_V, coin).div_(weights_V).argmin())
 
 
 def race_times(weights_V: Tensor, coin: float) -> Tensor:
     """The race's exponential times [V], float64, before they are divided by the weights."""
-    state_V = torch.arange(len(weights_V), device=weights_V.device) * _STEP + int(coin * 2**53)
-    state_V = (state_V ^ _shifted(state_V, 30)) * _FIRST
-    state_V = (state_V ^ _shifted(state_V, 27)) * _SECOND
-    state_V = state_V ^ _shifted(state_V, 31)
+    state_V = _ranks(len(weights_V), weights_V.device) + int(coin * 2**53)
+    shifted_V = torch.empty_like(state_V)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 30, shifted_V)).mul_(_FIRST)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 27, shifted_V)).mul_(_SECOND)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 31, shifted_V))
     # Half a step keeps the uniforms inside (0, 1).
-    return -((_shifted(state_V, 12).double() + 0.5) * 2.0**-52).log()
+    uniform_V = _shifted(state_V, 12, shifted_V).double().add_(0.5).mul_(2.0**-52)
+    return uniform_V.log_().neg_()
 
 
-def _shifted(state_V: Tensor, bits: int) -> Tensor:
-    """Shift right as an unsigned integer would."""
-    return (state_V >> bits) & ((1 << (64 - bits)) - 1)
+@lru_cache(maxsize=4)
+def _ranks(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).mul_(_STEP)
+
+
+def _shifted(state_V: Tensor, bits: int, out_V: Tensor) -> Tensor:
+    """Shift right as an unsigned integer would, into `out_V`."""
+    torch.bitwise_right_shift(state_V, bits, out=out_V)
+    return out_V.bitwise_and_((1 << (64 - bits)) - 1)
