@@ -21,8 +21,8 @@ from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.metrics import count
-from outrider.eval.plans import is_drawn, plan_named
 from outrider.eval.stats import median
+from outrider.eval.trees.plans import is_drawn, plan_named
 from outrider.heads import EagleHead
 
 PLAIN = "plain"

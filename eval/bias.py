@@ -16,7 +16,7 @@ from outrider.eval.drafters import Drafter
 from outrider.eval.lossy import LossyRule, distance
 from outrider.eval.metrics import Lossy
 from outrider.eval.rules import Laws, Randomness, Siblings, Verdict, Weights
-from outrider.eval.tree import Tree
+from outrider.eval.trees.tree import Tree
 
 
 class Step(NamedTuple):

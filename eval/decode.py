@@ -22,7 +22,7 @@ from outrider.eval.drafters.replay import Plain
 from outrider.eval.metrics import Round
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.rules import Rule, Verify, fitting_rule
-from outrider.eval.tree import Tree
+from outrider.eval.trees.tree import Tree
 
 OnTokens = Callable[[Sequence[int], Sequence[bool]], None]
 

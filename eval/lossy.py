@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.eval.rules import Laws, Randomness, Verdict, Weights
-from outrider.eval.tree import Tree
+from outrider.eval.trees.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 The coin that draws a token from the target is keyed by the token's position, so that drafts cannot
 move it: sample-and-match then writes what plain decoding writes. All other coins are keyed by the
 round too. Rules that judge from the leaf up end a round for what its later drafts were, so the next
-round must not draw those again from the same coins; `eval/keyed.py` proves the keys exactly.
+round must not draw those again from the same coins; `eval/certificate/keyed.py` proves the keys.
 
 Dimensions: V vocabulary.
 """

@@ -13,9 +13,9 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.bench import BenchSettings, Prompt, bench, table
 from outrider.eval.link import judged_head
-from outrider.eval.provenance import file_hashes
-from outrider.eval.report import write_report
-from outrider.eval.texts import read_texts
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.report.page import write_report
+from outrider.eval.report.provenance import file_hashes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from outrider.eval import contest, grid
 from outrider.eval.batched import BATCHED
-from outrider.eval.batched_tie import Tie, tie
-from outrider.eval.keyed import KeyedByPosition, judge_keys
-from outrider.eval.mutants import MUTANTS, Killed, judge_all
+from outrider.eval.batched.tie import Tie, tie
+from outrider.eval.certificate import contest, grid
+from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
+from outrider.eval.certificate.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
 from outrider.scripts import toy_command
 
 _TIED_ROUNDS = 300

@@ -19,8 +19,8 @@ from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import judged_head
 from outrider.eval.metrics import count
-from outrider.eval.plans import DrawnPlan, is_drawn, plan_named
 from outrider.eval.rules import rule_named
+from outrider.eval.trees.plans import DrawnPlan, is_drawn, plan_named
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 

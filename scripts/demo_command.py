@@ -20,13 +20,13 @@ from outrider.data.target import Target
 from outrider.eval.bench import BenchSettings, bench
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.evaluate import evaluate
 from outrider.eval.link import judged_head
-from outrider.eval.passage import passage
-from outrider.eval.plans import plan_named
-from outrider.eval.provenance import file_hashes
-from outrider.eval.report import build_report, read_training
-from outrider.eval.texts import read_texts
+from outrider.eval.offline.evaluate import evaluate
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.report.page import build_report, read_training
+from outrider.eval.report.passage import passage
+from outrider.eval.report.provenance import file_hashes
+from outrider.eval.trees.plans import plan_named
 from outrider.scripts.bench_command import bench_prompts
 from outrider.scripts.eval_command import demo_trace
 

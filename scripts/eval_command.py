@@ -12,14 +12,14 @@ import tyro
 from outrider.data.files import cache_root
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.evaluate import evaluate, table
 from outrider.eval.link import judged_head
 from outrider.eval.metrics import DEFINITIONS
-from outrider.eval.plans import plan_named
-from outrider.eval.provenance import file_hashes
-from outrider.eval.report import write_report
-from outrider.eval.texts import hash_texts, read_texts
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.offline.evaluate import evaluate, table
+from outrider.eval.offline.texts import hash_texts, read_texts
+from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.report.page import write_report
+from outrider.eval.report.provenance import file_hashes
+from outrider.eval.trees.plans import plan_named
 from outrider.heads import EagleHead
 
 _DEMO = "demo:heldout"

@@ -17,8 +17,8 @@ from outrider.eval.decode import Decoding
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.lossy import LOSSY_RULES, LossyRule, ensemble, nucleus, threshold, typical
-from outrider.eval.plans import ChainPlan, plan_named
-from outrider.eval.texts import read_texts
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.trees.plans import ChainPlan, plan_named
 
 Name = Literal["typical", "nucleus", "threshold", "ensemble"]
 

@@ -22,11 +22,11 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.evaluate import evaluate
 from outrider.eval.link import judged_head
-from outrider.eval.plans import plan_named
-from outrider.eval.texts import Text, read_texts
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.offline.evaluate import evaluate
+from outrider.eval.offline.texts import Text, read_texts
+from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.trees.plans import plan_named
 from outrider.heads import EagleHead
 
 PLAIN = "plain"

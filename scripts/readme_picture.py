@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from outrider.data.files import write_whole
-from outrider.eval.plots import alone, kind_plot
+from outrider.eval.report.plots import alone, kind_plot
 
 
 @dataclass(frozen=True, kw_only=True)

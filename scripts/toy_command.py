@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import tyro
 
-from outrider.eval import toy, toy_tables
+from outrider.eval.certificate import toy, toy_tables
 
 
 @dataclass(frozen=True, kw_only=True)

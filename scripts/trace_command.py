@@ -18,9 +18,9 @@ from outrider.data.generate import Decoding, Request, generate
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target, default_layers
-from outrider.eval.evaluate import sampling_text
-from outrider.eval.texts import read_texts
-from outrider.eval.traces import build_trace
+from outrider.eval.offline.evaluate import sampling_text
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.offline.traces import build_trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from typing import Literal
 import tyro
 
 from outrider.data.target import Target
-from outrider.eval.calibrate import accept_by_rank, grow_by_hits, grow_by_rank, text_ranks
 from outrider.eval.link import judged_head
-from outrider.eval.plans import write_static
-from outrider.eval.provenance import file_hashes
-from outrider.eval.traces import Trace
+from outrider.eval.offline.traces import Trace
+from outrider.eval.report.provenance import file_hashes
+from outrider.eval.trees.calibrate import accept_by_rank, grow_by_hits, grow_by_rank, text_ranks
+from outrider.eval.trees.plans import write_static
 from outrider.scripts.eval_command import demo_trace
 
 

@@ -23,13 +23,13 @@ import tyro
 from torch import Tensor
 
 from outrider.eval.batched import BATCHED, verify_batch
-from outrider.eval.batched_drafts import Drafts, noise_for
-from outrider.eval.batched_shapes import shapes_of
-from outrider.eval.children import children
+from outrider.eval.batched.drafts import Drafts, noise_for
+from outrider.eval.batched.shapes import shapes_of
+from outrider.eval.certificate.children import children
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.rules import RULES
-from outrider.eval.tree import Tree, shape_from_counts
-from outrider.eval.verdict import Siblings, Weights
+from outrider.eval.rules.verdict import Siblings, Weights
+from outrider.eval.trees.tree import Tree, shape_from_counts
 
 LIMITS = {"block": 8.0, "traversal": 8.0}
 _LIMIT = 3.0

@@ -9,7 +9,7 @@ import torch
 from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
 from outrider.data.target import Target
-from outrider.eval.traces import Trace
+from outrider.eval.offline.traces import Trace
 from outrider.heads import EagleConfig, EagleHead, Tables
 from outrider.heads.formats import load_head, save_head
 from outrider.train.settings import HeadSettings, Settings

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from outrider.data.files import write_whole
-from outrider.eval.provenance import provenance
+from outrider.eval.report.provenance import provenance
 from outrider.train.recipe import to_yaml
 from outrider.train.settings import Settings
 

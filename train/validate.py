@@ -10,9 +10,9 @@ from typing import Any
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
-from outrider.eval.offline import score_chain
-from outrider.eval.texts import Text, read_texts
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.texts import Text, read_texts
+from outrider.eval.offline.traces import Trace, build_trace
 from outrider.train.parts import Score
 from outrider.train.settings import DataSettings
 

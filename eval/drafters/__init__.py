@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from outrider.data.target import Captured
-from outrider.eval.tree import Tree
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
+from outrider.eval.trees.tree import Tree
 
 
 @dataclass(frozen=True)

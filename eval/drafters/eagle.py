@@ -15,10 +15,10 @@ from torch import Tensor
 from outrider.data.sampling import GREEDY_BELOW, draw
 from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
-from outrider.eval.growth import DrawnGrowth, Growth
-from outrider.eval.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
-from outrider.eval.tree import Tree, chain
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
+from outrider.eval.trees.growth import DrawnGrowth, Growth
+from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
+from outrider.eval.trees.tree import Tree, chain
 from outrider.heads import EagleHead, HeadCache
 
 

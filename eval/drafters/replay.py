@@ -9,8 +9,8 @@ import torch
 
 from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
-from outrider.eval.tree import chain
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
+from outrider.eval.trees.tree import chain
 
 
 class Plain:

@@ -12,7 +12,7 @@ from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.texts import Text
+from outrider.eval.offline.texts import Text
 from outrider.heads import EagleConfig, EagleHead
 
 VOCAB, EOS, LAYERS = 61, 3, (1, 3, 5)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from outrider.eval import acceptance, contest, transport
-from outrider.eval.mutant_inputs import draws_from_p_after_refusal
-from outrider.eval.node_law import node_law
-from outrider.eval.pairs import SETTINGS, make_pairs, mean_acceptance
-from outrider.eval.rules import RULES
-from outrider.eval.verdict import Siblings
+from outrider.eval.certificate import contest
+from outrider.eval.certificate.mutant_inputs import draws_from_p_after_refusal
+from outrider.eval.certificate.node_law import node_law
+from outrider.eval.certificate.pairs import SETTINGS, make_pairs, mean_acceptance
+from outrider.eval.rules import RULES, acceptance, transport
+from outrider.eval.rules.verdict import Siblings
 
 # verification.md's table of means, by column.
 TABLE = {

@@ -25,7 +25,7 @@ from outrider.eval import rules
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
 from outrider.eval.drafters.replay import Plain, Replay
-from outrider.eval.tree import Tree
+from outrider.eval.trees.tree import Tree
 
 VOCAB = 53
 SIZES = {

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.eval import batched_recursive
 from outrider.eval.batched import BATCHED, verify_batch
-from outrider.eval.batched_drafts import Drafts, Noise, noise_for
-from outrider.eval.batched_k_sequential import default_steps, divisor
-from outrider.eval.batched_shapes import Shapes, shapes_of
-from outrider.eval.batched_tie import random_problem, to_batch
-from outrider.eval.eprocess import EProcess, draws_needed
+from outrider.eval.batched import residuals as batched_recursive
+from outrider.eval.batched.drafts import Drafts, Noise, noise_for
+from outrider.eval.batched.k_seq import default_steps, divisor
+from outrider.eval.batched.shapes import Shapes, shapes_of
+from outrider.eval.batched.tie import random_problem, to_batch
+from outrider.eval.certificate.eprocess import EProcess, draws_needed
 from outrider.eval.rules import RULES
-from outrider.eval.rules_walk import RHO_TICKS
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
+from outrider.eval.rules.walk import RHO_TICKS
 
 FIELDS = ("paths_BD", "lengths_B", "tokens_B", "num_degenerate_B", "is_defect_B")
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from outrider.eval import batched_k_sequential, batched_recursive, batched_walk
-from outrider.eval import batched_path as path_rules
-from outrider.eval import batched_rows as rows
-from outrider.eval import batched_traversal as traversal
-from outrider.eval.batched import BATCHED
-from outrider.eval.batched_tie import tie
+from outrider.eval.batched import BATCHED, rows
+from outrider.eval.batched import k_seq as batched_k_sequential
+from outrider.eval.batched import path as path_rules
+from outrider.eval.batched import reach as traversal
+from outrider.eval.batched import residuals as batched_recursive
+from outrider.eval.batched import walk as batched_walk
+from outrider.eval.batched.tie import tie
 from outrider.eval.rules import RULES
 
 SPREAD = (3, 511, 512, 700, 1023, 1300)

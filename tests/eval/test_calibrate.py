@@ -7,12 +7,18 @@ import pytest
 
 from outrider.data.sampling import Sampling
 from outrider.eval.bench import BenchSettings
-from outrider.eval.calibrate import Ranks, accept_by_rank, grow_by_hits, grow_by_rank, text_ranks
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.offline_tree import score_tree
-from outrider.eval.plans import ChainPlan, StaticPlan, plan_named, write_static
-from outrider.eval.traces import build_trace
+from outrider.eval.offline.traces import build_trace
+from outrider.eval.offline.tree import score_tree
+from outrider.eval.trees.calibrate import (
+    Ranks,
+    accept_by_rank,
+    grow_by_hits,
+    grow_by_rank,
+    text_ranks,
+)
+from outrider.eval.trees.plans import ChainPlan, StaticPlan, plan_named, write_static
 
 LAYERS = (1, 3, 5)
 

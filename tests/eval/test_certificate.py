@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from outrider.eval import rules
-from outrider.eval.grid import CHAINS, Cell, certify_cell, grid, trees
-from outrider.eval.languages import bigram, cases
-from outrider.eval.law import (
+from outrider.eval.certificate.grid import CHAINS, Cell, certify_cell, grid, trees
+from outrider.eval.certificate.languages import bigram, cases
+from outrider.eval.certificate.law import (
     Language,
     certify,
     emitted_law,
@@ -18,7 +18,7 @@ from outrider.eval.law import (
     speculative_round,
     target_law,
 )
-from outrider.eval.lazy_tree import (
+from outrider.eval.certificate.lazy_tree import (
     eager,
     fixed,
     propose_chain,
@@ -26,10 +26,10 @@ from outrider.eval.lazy_tree import (
     stops_after,
     uneven,
 )
-from outrider.eval.mutant_drafts import keep_all, pruned
-from outrider.eval.mutants import MUTANTS, judge
+from outrider.eval.certificate.mutant_drafts import keep_all, pruned
+from outrider.eval.certificate.mutants import MUTANTS, judge
 from outrider.eval.rules import RULES, Rule, fitting_rule
-from outrider.eval.verdict import Siblings
+from outrider.eval.rules.verdict import Siblings
 
 SMALL = [cell for cell in grid(quick=True) if cell.tree in ("chain 2", "[2,1]", "[1,2]")]
 STOPS = [cell for cell in grid(quick=True) if "stops" in cell.tree and cell.rule != "k_sequential"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.eval import grid
+from outrider.eval.certificate import grid
 from outrider.scripts.certify_command import main
 
 ONE = ["--processes", "1"]
@@ -42,7 +42,7 @@ def test_a_users_own_rule_that_is_wrong_ends_with_status_1(capsys, tmp_path, mon
 
 
 def test_a_fault_that_passes_ends_with_status_1(monkeypatch, capsys):
-    from outrider.eval import mutants
+    from outrider.eval.certificate import mutants
 
     honest = mutants.MUTANTS["greedy at a soft target"]
     sound = mutants.Mutant(
@@ -65,7 +65,7 @@ def test_the_batched_code_is_compared_with_the_rules(capsys, tmp_path):
 
 
 def test_batched_code_that_differs_ends_with_status_1(monkeypatch, capsys):
-    from outrider.eval import batched_walk
+    from outrider.eval.batched import walk as batched_walk
 
     monkeypatch.setattr(batched_walk, "_left", lambda shares, outside: 1 + shares)
     with pytest.raises(SystemExit, match="1"):

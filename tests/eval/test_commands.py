@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.texts import Text, read_texts
+from outrider.eval.offline.texts import Text, read_texts
 from outrider.heads import EagleHead, save_head
 from outrider.scripts import bench_command, eval_command, trace_command
 from outrider.scripts.cli import main as outrider

@@ -19,8 +19,8 @@ from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
-from outrider.eval.plans import ChainPlan, plan_named
-from outrider.eval.tree import Tree
+from outrider.eval.trees.plans import ChainPlan, plan_named
+from outrider.eval.trees.tree import Tree
 from outrider.heads import EagleConfig, EagleHead
 
 PROMPTS = ([5, 9, 14, 22], [41, 7, 7, 30, 12, 55, 8], [60])

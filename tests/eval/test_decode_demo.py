@@ -16,9 +16,9 @@ from outrider.eval.drafters import Draft
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Replay
 from outrider.eval.link import tables
-from outrider.eval.plans import plan_named, write_static
-from outrider.eval.texts import read_texts
-from outrider.eval.tree import Tree, chain
+from outrider.eval.offline.texts import read_texts
+from outrider.eval.trees.plans import plan_named, write_static
+from outrider.eval.trees.tree import Tree, chain
 from outrider.heads import EagleConfig, EagleHead
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.plans import plan_named
 from outrider.eval.rules import rule_named
+from outrider.eval.trees.plans import plan_named
 from outrider.heads import EagleConfig, EagleHead
 
 VOCAB, LENGTH, PROMPT, SAMPLING = 3, 3, [1, 2], Sampling(temperature=0.8)

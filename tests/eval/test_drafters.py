@@ -9,11 +9,11 @@ from outrider.data.sampling import GREEDY_BELOW, Sampling
 from outrider.data.target import Target
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
-from outrider.eval.growth import DynamicGrowth
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.plans import ChainPlan, TreePlan, plan_named
 from outrider.eval.rules import Siblings
+from outrider.eval.trees.growth import DynamicGrowth
+from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleConfig, EagleHead
 
 PREFIX = [5, 9, 14, 22, 8, 31, 40, 17]

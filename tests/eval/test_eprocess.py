@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.eval.eprocess import ALARM, EProcess, draws_needed
+from outrider.eval.certificate.eprocess import ALARM, EProcess, draws_needed
 
 CELLS = 16
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.eval import rules
-from outrider.eval.law import (
+from outrider.eval.certificate.law import (
     Branching,
     Language,
     Proposal,
@@ -19,9 +19,9 @@ from outrider.eval.law import (
     speculative_round,
     target_law,
 )
-from outrider.eval.lazy_tree import fixed, propose_chain, propose_tree, uneven
-from outrider.eval.tree import Tree
-from outrider.eval.verdict import Siblings
+from outrider.eval.certificate.lazy_tree import fixed, propose_chain, propose_tree, uneven
+from outrider.eval.rules.verdict import Siblings
+from outrider.eval.trees.tree import Tree
 
 
 def fractions(weights):

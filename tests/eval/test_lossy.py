@@ -13,14 +13,14 @@ import pytest
 from outrider.data.sampling import Sampling
 from outrider.eval import lossy
 from outrider.eval.bias import LossyRound, Step, _agreed, bias, decode_lossy
+from outrider.eval.certificate.law import outcomes
 from outrider.eval.decode import Decoding
 from outrider.eval.drafters.eagle import EagleDrafter
-from outrider.eval.evaluate import table
-from outrider.eval.law import outcomes
 from outrider.eval.metrics import Round, count
-from outrider.eval.plans import plan_named
+from outrider.eval.offline.evaluate import table
 from outrider.eval.rules import RULES, point_mass
-from outrider.eval.tree import Tree, chain
+from outrider.eval.trees.plans import plan_named
+from outrider.eval.trees.tree import Tree, chain
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {
@@ -197,7 +197,7 @@ def test_lossy_results_are_refused_where_exact_ones_are_counted():
 SNIPPET = """
 from outrider.eval.bias import LossyRound, LossyText
 from outrider.eval.metrics import Round, count
-from outrider.eval.scores import Score, summary
+from outrider.eval.offline.scores import Score, summary
 
 def right(round: Round, score: Score) -> None:
     count([[round]])

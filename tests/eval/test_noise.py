@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.data.sampling import Stream, draw, uniform
-from outrider.eval.keyed import KeyedByPosition, judge_keys
+from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
 from outrider.eval.noise import KeyedNoise, race
 
 

@@ -8,10 +8,10 @@ import torch
 
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
-from outrider.eval.offline import score_chain
-from outrider.eval.scores import Score, difference, summary
-from outrider.eval.texts import Text
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.scores import Score, difference, summary
+from outrider.eval.offline.texts import Text
+from outrider.eval.offline.traces import Trace, build_trace
 from outrider.heads import EagleHead, HeadCache
 
 LAYERS = (1, 3, 5)

@@ -12,13 +12,13 @@ from outrider.data.target import Target, default_layers
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.eagle import EagleDrafter
 from outrider.eval.link import tables
-from outrider.eval.offline import score_chain
-from outrider.eval.offline_tree import score_tree
-from outrider.eval.plans import ChainPlan, TreePlan, plan_named
-from outrider.eval.scores import Score
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.scores import Score
+from outrider.eval.offline.texts import Text, read_texts
+from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.offline.tree import score_tree
 from outrider.eval.stats import ratio
-from outrider.eval.texts import Text, read_texts
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
 from outrider.heads import EagleConfig, EagleHead
 
 pytestmark = pytest.mark.slow

@@ -15,11 +15,11 @@ from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval import decode as decode_module
+from outrider.eval.certificate.law import Branching, distance, outcomes
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
 from outrider.eval.drafters.replay import Plain
-from outrider.eval.law import Branching, distance, outcomes
-from outrider.eval.tree import Tree, chain
+from outrider.eval.trees.tree import Tree, chain
 
 VOCAB, LENGTH, PROMPT = 3, 3, [2, 2]
 TREE = ((1, 2, 1, 0, 2), (0, 0, 1, 1, 2))

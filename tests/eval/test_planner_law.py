@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from outrider.eval import rules
-from outrider.eval.growth import DrawnGrowth, Planner
-from outrider.eval.law import Language, Proposal, certify, speculative_round
-from outrider.eval.plans import DrawnPlan, StaticPlan, TreePlan
-from outrider.eval.proposals import propose_drawn, propose_grown
-from outrider.eval.tree import Tree
+from outrider.eval.certificate.law import Language, Proposal, certify, speculative_round
+from outrider.eval.certificate.proposals import propose_drawn, propose_grown
+from outrider.eval.trees.growth import DrawnGrowth, Planner
+from outrider.eval.trees.plans import DrawnPlan, StaticPlan, TreePlan
+from outrider.eval.trees.tree import Tree
 
 ORDER = 1
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.eval.renewal import Renewal, outcome, renewal, survival
+from outrider.eval.offline.renewal import Renewal, outcome, renewal, survival
 
 VOCAB, BUDGET, EOS, ROOT = 3, 5, 0, 1
 RULES = ("rejection", "match", "point")

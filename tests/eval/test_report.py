@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.eval import plots
 from outrider.eval.metrics import DEFINITIONS, Round
-from outrider.eval.passage import marks, passage
-from outrider.eval.report import build_report, read_training
+from outrider.eval.report import plots
+from outrider.eval.report.page import build_report, read_training
+from outrider.eval.report.passage import marks, passage
 
 KINDS = ("chat", "code_edit", "math")
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.eval import rules, rules_walk
-from outrider.eval.law import outcomes
-from outrider.eval.tree import Tree, chain, shape_from_counts
+from outrider.eval import rules
+from outrider.eval.certificate.law import outcomes
+from outrider.eval.rules import walk as rules_walk
+from outrider.eval.trees.tree import Tree, chain, shape_from_counts
 
 
 class NodeLaws:

@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from outrider.eval import toy
-from outrider.eval.law import certify
+from outrider.eval.certificate import toy
+from outrider.eval.certificate.law import certify
 from outrider.scripts.toy_command import main
 
 

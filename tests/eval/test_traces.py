@@ -10,9 +10,9 @@ import torch
 
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
-from outrider.eval import traces
-from outrider.eval.texts import Text
-from outrider.eval.traces import Trace, build_trace
+from outrider.eval.offline import traces
+from outrider.eval.offline.texts import Text
+from outrider.eval.offline.traces import Trace, build_trace
 
 LAYERS = (1, 3, 5)
 GREEDY, WARM = Sampling(), Sampling(temperature=1.0)

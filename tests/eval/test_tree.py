@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.eval.growth import DynamicGrowth
-from outrider.eval.plans import ChainPlan, TreePlan, plan_named
-from outrider.eval.tree import Tree, chain, shape_from_counts
+from outrider.eval.trees.growth import DynamicGrowth
+from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
+from outrider.eval.trees.tree import Tree, chain, shape_from_counts
 
 
 @st.composite

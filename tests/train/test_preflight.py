@@ -17,8 +17,8 @@ from outrider.data.rows import Reading, read_rows
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import tables
-from outrider.eval.texts import Text
-from outrider.eval.traces import build_trace
+from outrider.eval.offline.texts import Text
+from outrider.eval.offline.traces import build_trace
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
 from outrider.train import preflight

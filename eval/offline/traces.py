@@ -1,0 +1,308 @@
+"""Trace once, score many: the target's own text with the states that draft heads read.
+
+A trace is a folder: meta.json and shards of rows. Shards appear whole or not at all, so a stopped
+build goes on where it was. N answer tokens, T prompt and answer tokens, F fused features, H hidden
+size, V vocabulary, M most likely tokens.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from outrider.data.files import locked, write_whole
+from outrider.data.sampling import Sampling
+from outrider.data.target import Target
+from outrider.eval.offline.contexts import Place, target_law
+from outrider.eval.offline.policy import OnPolicy, check_text
+from outrider.eval.offline.texts import Text, check_texts, hash_texts
+
+FORMAT = 1
+_SHARD_ROWS = 16
+_BATCH_TOKENS = 2048
+_CHUNK = 128
+_LIKELIEST = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceInfo:
+    """What a trace is a trace of; two traces with equal fields hold the same figures."""
+
+    target: str
+    """Name of the target as the user gave it."""
+    fingerprint: str
+    """Hash of the target's config, weights and tokenizer."""
+    sampling: dict[str, Any]
+    """How the target's logits became the law that the text was drawn from: `Sampling.record`."""
+    layers: tuple[int, ...]
+    """Decoder layers whose inputs are stored, in order."""
+    dtype: str
+    """Precision in which the target ran."""
+    text: str
+    """Hash of row names, prompts and answers."""
+    seed: int | None
+    """Seed that the text was sampled with, where known."""
+    format: int = FORMAT
+    """Layout and meaning of the shards."""
+    code: str = ""
+    """Version of this package; another one reads the trace if the format is the same."""
+
+
+class TraceRow(NamedTuple):
+    """One prompt with its answer; index j of an [N] tensor belongs to answer token j."""
+
+    row_id: str
+    kind: str
+    prompt_length: int
+    ids_T: Tensor
+    aux_TF: Tensor
+    last_TH: Tensor
+    log_normaliser_N: Tensor
+    logprob_N: Tensor
+    entropy_N: Tensor
+    top_ids_NM: Tensor
+    top_logits_NM: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Answer tokens, the prefill's included."""
+        return len(self.ids_T) - self.prompt_length
+
+
+class Trace:
+    """Rows of a finished trace folder, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a folder; ValueError when it is not a finished trace of this format."""
+        meta = _read_meta(folder)
+        if meta is None or "policy" not in meta:
+            raise ValueError(
+                f"{folder} is not a finished trace (no complete meta.json); build it, or finish it "
+                "with the command that started it: outrider trace"
+            )
+        if meta["info"]["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has trace format {meta['info']['format']}, this version reads {FORMAT}; "
+                "delete the folder and build it again"
+            )
+        self.folder = folder
+        info: dict[str, Any] = dict(meta["info"])
+        info["layers"] = tuple(info["layers"])
+        self.info = TraceInfo(**info)
+        self.policy = OnPolicy(**meta["policy"])
+        self.sampling = Sampling.from_record(self.info.sampling)
+        self._rows: list[dict[str, Any]] = meta["rows"]
+        self.row_ids = tuple(row["row_id"] for row in self._rows)
+        self.kinds = tuple(row["kind"] for row in self._rows)
+        self.lengths = tuple(row["prompt"] + row["answer"] for row in self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, layers: Sequence[int] | None = None) -> TraceRow:
+        """One row, with the features of `layers` in that order (all stored ones by default)."""
+        row = self._rows[index]
+        path = self.folder / _shard_name(index // _SHARD_ROWS)
+        try:
+            with safe_open(path, "pt") as shard:
+                part = {name: shard.get_tensor(f"{index}.{name}") for name in _TENSORS}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); remove the folder and trace again"
+            ) from error
+        return TraceRow(
+            row_id=row["row_id"],
+            kind=row["kind"],
+            prompt_length=row["prompt"],
+            **{**part, "aux_TF": self._pick(part["aux_TF"], layers)},
+        )
+
+    def _pick(self, aux_TF: Tensor, layers: Sequence[int] | None) -> Tensor:
+        if layers is None or tuple(layers) == self.info.layers:
+            return aux_TF
+        if not layers:
+            return aux_TF[:, :0]
+        missing = [layer for layer in layers if layer not in self.info.layers]
+        if missing:
+            raise ValueError(
+                f"the head reads layers {list(layers)}, the trace {self.folder} holds "
+                f"{list(self.info.layers)}; trace again with --layers {' '.join(map(str, layers))}"
+            )
+        parts = aux_TF.chunk(len(self.info.layers), dim=-1)
+        return torch.cat([parts[self.info.layers.index(layer)] for layer in layers], -1)
+
+
+_TENSORS = (
+    "ids_T",
+    "aux_TF",
+    "last_TH",
+    "log_normaliser_N",
+    "logprob_N",
+    "entropy_N",
+    "top_ids_NM",
+    "top_logits_NM",
+)
+
+
+def build_trace(
+    target: Target,
+    texts: Sequence[Text],
+    folder: Path,
+    *,
+    sampling: Sampling,
+    layers: Sequence[int],
+    seed: int | None = None,
+) -> Trace:
+    """Run the target once over its own text and store what scoring needs.
+
+    A finished folder with the same inputs is reused, an unfinished one is continued. ValueError
+    when the folder holds another trace, or when the text did not come from this target at this
+    sampling (then every figure scored on it would be wrong).
+    """
+    check_texts(texts, target.vocab_size)
+    info = TraceInfo(
+        target=target.name,
+        fingerprint=target.fingerprint(),
+        sampling=sampling.record(),
+        layers=tuple(layers),
+        dtype=str(target.dtype).removeprefix("torch."),
+        text=hash_texts(texts),
+        seed=seed,
+        code=version("outrider"),
+    )
+    meta = {"info": asdict(info), "rows": [_row_meta(text) for text in texts]}
+    if _is_finished(folder, meta["info"]):
+        return Trace(folder)
+    with locked(folder / ".lock"):
+        if not _is_finished(folder, meta["info"]):
+            _finish(target, texts, folder, info, meta)
+    return Trace(folder)
+
+
+def _finish(
+    target: Target, texts: Sequence[Text], folder: Path, info: TraceInfo, meta: dict[str, Any]
+) -> None:
+    write_whole(folder / "meta.json", json.dumps(meta, indent=1))
+    policies = []
+    starts = range(0, len(texts), _SHARD_ROWS)
+    for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=None):
+        shard = folder / _shard_name(start // _SHARD_ROWS)
+        if not shard.exists():
+            _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
+        with safe_open(shard, "pt") as file:
+            policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
+    policy = sum(policies[1:], policies[0])
+    policy.refuse_off_policy(str(folder))
+    write_whole(folder / "meta.json", json.dumps({**meta, "policy": asdict(policy)}, indent=1))
+
+
+def _write_shard(
+    target: Target, texts: Sequence[Text], start: int, info: TraceInfo, path: Path
+) -> None:
+    sampling = Sampling.from_record(info.sampling)
+    tensors: dict[str, Tensor] = {}
+    policy = OnPolicy(is_greedy=sampling.is_greedy)
+    for group in _groups([len(text.prompt_ids) + len(text.answer_ids) for text in texts]):
+        rows = [texts[i] for i in group]
+        lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
+        ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+        for b, row in enumerate(rows):
+            ids_BT[b, : lengths[b]] = torch.tensor(row.prompt_ids + row.answer_ids)
+        # Padding sits on the right, where a causal model cannot see it.
+        captured = target.run(ids_BT.to(target.device), layers=info.layers)
+        aux_BTF, last_BTH = (states.cpu() for states in captured)
+        for b, (index, row) in enumerate(zip(group, rows, strict=True)):
+            ids_T = ids_BT[b, : lengths[b]]
+            last_TH = last_BTH[b, : lengths[b]]
+            parts, found = _law(target, ids_T, last_TH, len(row.prompt_ids), sampling)
+            parts |= {"ids_T": ids_T, "aux_TF": aux_BTF[b, : lengths[b]]}
+            parts |= {"last_TH": last_TH}
+            name = start + index
+            tensors |= {f"{name}.{key}": part.contiguous().clone() for key, part in parts.items()}
+            policy += found
+    save_file(tensors, path.with_suffix(".tmp"), {"policy": json.dumps(asdict(policy))})
+    path.with_suffix(".tmp").replace(path)
+
+
+def _law(
+    target: Target, ids_T: Tensor, last_TH: Tensor, prompt_length: int, sampling: Sampling
+) -> tuple[dict[str, Tensor], OnPolicy]:
+    """Per answer token, what the target's law said; a chunk of [N, V] at a time."""
+    num = len(ids_T) - prompt_length
+    chunks: list[dict[str, Tensor]] = []
+    policy = OnPolicy(is_greedy=sampling.is_greedy)
+    for first in range(0, num, _CHUNK):
+        places_N = torch.arange(first, min(first + _CHUNK, num)) + prompt_length
+        places = [Place(ids_T, position, prompt_length) for position in places_N.tolist()]
+        logits_NV, probs_NV = target_law(target, last_TH[places_N - 1], places, sampling)
+        ids_N = ids_T[places_N]
+        policy += check_text(logits_NV, probs_NV, ids_N, target.dtype, sampling)
+        top = logits_NV.topk(min(_LIKELIEST, logits_NV.shape[-1]), dim=-1)
+        chunks.append(
+            {
+                "log_normaliser_N": logits_NV.logsumexp(-1),
+                "logprob_N": probs_NV.gather(-1, ids_N[:, None])[:, 0].log(),
+                "entropy_N": torch.special.entr(probs_NV).sum(-1),
+                "top_ids_NM": top.indices,
+                "top_logits_NM": top.values,
+            }
+        )
+    return {key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}, policy
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Rows of like length, few enough that a padded batch stays small."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if group and (len(group) + 1) * lengths[i] > _BATCH_TOKENS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
+    """Whether the folder is done; ValueError when it belongs to something else."""
+    meta = _read_meta(folder)
+    if meta is None:
+        return False
+    wanted, found = json.loads(json.dumps(info)), dict(meta["info"])
+    # Files of earlier versions list the defaults too.
+    found["sampling"] = json.loads(json.dumps(Sampling.from_record(found["sampling"]).record()))
+    unlike = [
+        f"{key} is {found.get(key)!r}, asked for {value!r}"
+        for key, value in wanted.items()
+        if key != "code" and found.get(key) != value
+    ]
+    if unlike:
+        raise ValueError(
+            f"{folder} holds another trace ({'; '.join(unlike)}); delete it or name another folder"
+        )
+    return "policy" in meta
+
+
+def _row_meta(text: Text) -> dict[str, Any]:
+    return {
+        "row_id": text.row_id,
+        "kind": text.kind,
+        "prompt": len(text.prompt_ids),
+        "answer": len(text.answer_ids),
+    }
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def _read_meta(folder: Path) -> dict[str, Any] | None:
+    path = folder / "meta.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
