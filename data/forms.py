@@ -116,6 +116,12 @@ class RecordReader:
         messages = record["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
             raise RowError("messages is not a list of objects with role and content")
+        for index, message in enumerate(messages):
+            if message.get("content") is None and message.get("role") in ("system", "user"):
+                raise RowError(
+                    f"message {index} ({message['role']}) has no content, which templates write "
+                    "as the word None; give it text or leave the row out"
+                )
         tools = record.get("tools")
         return encode(
             messages, self.template, json.loads(tools) if isinstance(tools, str) else tools

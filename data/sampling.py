@@ -221,7 +221,7 @@ def draw(probs_V: Tensor, coin: float) -> int:
 
 def draw_rows(probs_NV: Tensor, coins_N: Tensor | Sequence[float]) -> Tensor:
     """`draw` for each row: token ids, int64 [N]."""
-    cdf_NV = probs_NV.double().cumsum(dim=-1)
+    cdf_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
     coins_N = torch.as_tensor(coins_N, dtype=torch.float64, device=probs_NV.device)
     total_N = cdf_NV[:, -1]
     if not bool(((total_N > 0) & (total_N < math.inf)).all()):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +29,10 @@ def records(source: str) -> Iterator[Record | str]:
     path = Path(source).expanduser()
     if path.is_file() and ".jsonl" in path.suffixes[-2:]:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-            yield from _lines(file)
+            try:
+                yield from _lines(file)
+            except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+                raise ValueError(_damaged(path, error)) from error
         return
     yield from _through_datasets(source, path)
 
@@ -45,6 +49,10 @@ def _lines(file: Iterable[bytes]) -> Iterator[Record | str]:
         yield record if isinstance(record, dict) else "not a JSON object"
 
 
+def _damaged(path: Path, error: BaseException) -> str:
+    return f"data {str(path)!r} cannot be read to its end ({error}); write the file again"
+
+
 def _through_datasets(source: str, path: Path) -> Iterator[Record]:
     import datasets  # slow to import, and most sources do without
 
@@ -52,7 +60,10 @@ def _through_datasets(source: str, path: Path) -> Iterator[Record]:
     if path.suffix in (".jsonl", ".json", ".parquet", ".gz", ".xz") and not path.is_file():
         raise ValueError(f"data {source!r}: there is no such file; check the spelling")
     if path.is_file() and path.suffix in (".json", ".parquet"):
-        loaded = datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        try:
+            loaded = datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        except Exception as error:  # whatever datasets, pyarrow or json raise
+            raise ValueError(_damaged(path, error.__cause__ or error)) from error
     elif Path(name).is_dir():
         loaded = datasets.load_from_disk(name)
         if isinstance(loaded, datasets.DatasetDict):

@@ -109,12 +109,13 @@ class Target:
         folder = find_folder(name)
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        except ValueError as error:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # whatever transformers, tokenizers or safetensors raise
             raise ValueError(
-                f"target {name!r} does not load as a causal language model: {error}; "
-                f"name a decoder-only model's folder or Hub id"
+                f"target {name!r} ({folder}) does not load as a causal language model with its "
+                f"tokenizer: {type(error).__name__}: {error}; name a decoder-only model's folder "
+                "or Hub id, and fetch it again if a file is damaged"
             ) from error
-        tokenizer = AutoTokenizer.from_pretrained(folder)
         return cls.from_model(model.to(device), tokenizer, name=name, folder=folder)
 
     @classmethod

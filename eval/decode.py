@@ -206,7 +206,8 @@ class _Run:
         self._keep(kept)
         tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
         emitted = self._emit(tokens, len(verdict.path))
-        self.rounds.append(Round(len(draft.tree) - 1, len(verdict.path), emitted))
+        is_used_up = not draft.tree.children[kept[-1]]
+        self.rounds.append(Round(len(draft.tree) - 1, len(verdict.path), emitted, is_used_up))
         if not self.finish:
             self._drafter.accept(tokens, _rows(captured, kept))
         times.append(time.perf_counter())
@@ -288,8 +289,19 @@ class _NodeLaws:
 
 
 def _position_limit(target: Target) -> int:
-    """Positions the target has; unlimited where its config names none."""
-    return int(getattr(target.config, "max_position_embeddings", sys.maxsize))
+    """Positions the target has; unlimited where its config names none.
+
+    longrope turns other angles once a text passes the length it was first trained at, so passes of
+    unlike lengths would see unlike keys there: texts end before.
+    """
+    config = target.config
+    limit = int(getattr(config, "max_position_embeddings", sys.maxsize))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        first = rope.get("original_max_position_embeddings")
+        first = first or getattr(config, "original_max_position_embeddings", limit)
+        limit = min(limit, int(first))
+    return limit
 
 
 def _rows(captured: Captured, kept: tuple[int, ...]) -> Captured:

@@ -54,6 +54,8 @@ class Round(NamedTuple):
     drafted: int
     accepted: int
     emitted: int
+    is_used_up: bool = False
+    """Whether nothing was drafted after the last accepted draft, so that none was refused."""
 
 
 DEFINITIONS: dict[str, str] = {
@@ -154,6 +156,9 @@ def count(requests: Sequence[Sequence[RoundCounts]], *, depth: int | None = None
     table_R3 = _table(flat)
     drafted_R, accepted_R, emitted_R = table_R3.T
     kept_R = np.minimum(accepted_R, emitted_R)
+    # In a chain a round that accepts all it drafted is seen to; in a tree a leaf may come earlier.
+    is_used_up_R = np.array([getattr(one, "is_used_up", False) for one in flat], dtype=bool)
+    used_up_R = (is_used_up_R & (emitted_R > accepted_R)).astype(np.int64)
     if depth is None:
         depth = int(drafted_R.max(initial=0))
     return Counts(
@@ -163,7 +168,7 @@ def count(requests: Sequence[Sequence[RoundCounts]], *, depth: int | None = None
         accepted=int(accepted_R.sum()),
         kept=int(kept_R.sum()),
         # A cut round shows no rejection: its last emitted token is itself an accepted draft.
-        judged=int(np.minimum(emitted_R, np.minimum(drafted_R, depth)).sum()),
+        judged=int(np.minimum(emitted_R - used_up_R, np.minimum(drafted_R, depth)).sum()),
         kept_at=tuple(int((kept_R >= i).sum()) for i in range(1, depth + 1)),
         cut=int((emitted_R <= accepted_R).sum()),
         per_request=tuple(

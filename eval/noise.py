@@ -1,9 +1,15 @@
-"""The noise of decoding, a function of seed, row and position: batch and drafts cannot move it.
+"""The noise of decoding: coins that are functions of their keys alone, whatever the batch.
+
+The coin that draws a token from the target is keyed by the token's position, so that drafts cannot
+move it: sample-and-match then writes what plain decoding writes. All other coins are keyed by the
+round too. Rules that judge from the leaf up end a round for what its later drafts were, so the next
+round must not draw those again from the same coins; `eval/certificate/keyed.py` proves the keys.
 
 Dimensions: V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +23,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 class KeyedNoise:
-    """Coins keyed by seed, row and position; `position` is that of the token after the root."""
+    """A round's coins; `position` is that of the token after the root, another in each round."""
 
     def __init__(self, seed: int, row: int, position: int) -> None:
         self._seed, self._row, self._position = seed, row, position
@@ -43,8 +49,14 @@ class KeyedNoise:
         """The coin of a drawn draft; `slot` numbers those of one depth."""
         return self._uniform(depth, Stream.DRAFT, slot)
 
+    def key(self, depth: int, stream: Stream, slot: int = 0) -> tuple[int, int, int, Stream, int]:
+        """What `uniform` makes the coin from: equal keys are one coin."""
+        if stream is Stream.TARGET:
+            return self._seed, self._row, self._position + depth, stream, slot
+        return self._seed, self._row, self._position, stream, depth << 32 | slot
+
     def _uniform(self, depth: int, stream: Stream, slot: int = 0) -> float:
-        return uniform(self._seed, self._row, self._position + depth, stream, slot)
+        return uniform(*self.key(depth, stream, slot))
 
 
 def race(weights_V: Tensor, coin: float) -> int:
@@ -54,19 +66,27 @@ def race(weights_V: Tensor, coin: float) -> int:
     of each weight; only two tokens that close to a tie may then change places, while a draw from
     the cumulative law has thousands of edges to fall off.
     """
-    return int((race_times(weights_V, coin) / weights_V).argmin())
+    return int(race_times(weights_V, coin).div_(weights_V).argmin())
 
 
 def race_times(weights_V: Tensor, coin: float) -> Tensor:
     """The race's exponential times [V], float64, before they are divided by the weights."""
-    state_V = torch.arange(len(weights_V), device=weights_V.device) * _STEP + int(coin * 2**53)
-    state_V = (state_V ^ _shifted(state_V, 30)) * _FIRST
-    state_V = (state_V ^ _shifted(state_V, 27)) * _SECOND
-    state_V = state_V ^ _shifted(state_V, 31)
+    state_V = _ranks(len(weights_V), weights_V.device) + int(coin * 2**53)
+    shifted_V = torch.empty_like(state_V)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 30, shifted_V)).mul_(_FIRST)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 27, shifted_V)).mul_(_SECOND)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 31, shifted_V))
     # Half a step keeps the uniforms inside (0, 1).
-    return -((_shifted(state_V, 12).double() + 0.5) * 2.0**-52).log()
+    uniform_V = _shifted(state_V, 12, shifted_V).double().add_(0.5).mul_(2.0**-52)
+    return uniform_V.log_().neg_()
 
 
-def _shifted(state_V: Tensor, bits: int) -> Tensor:
-    """Shift right as an unsigned integer would."""
-    return (state_V >> bits) & ((1 << (64 - bits)) - 1)
+@lru_cache(maxsize=4)
+def _ranks(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).mul_(_STEP)
+
+
+def _shifted(state_V: Tensor, bits: int, out_V: Tensor) -> Tensor:
+    """Shift right as an unsigned integer would, into `out_V`."""
+    torch.bitwise_right_shift(state_V, bits, out=out_V)
+    return out_V.bitwise_and_((1 << (64 - bits)) - 1)

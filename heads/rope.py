@@ -46,7 +46,13 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         rope["rope_type"] = "default"
     elif not rope.get("original_max_position_embeddings"):
         original = config.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+        original = original or config.get("max_position_embeddings")
+        if not original:
+            raise ValueError(
+                f"rope_type {rope['rope_type']!r} needs original_max_position_embeddings or "
+                "max_position_embeddings, and the target's config has neither; add one to it"
+            )
+        rope["original_max_position_embeddings"] = original
     return {key: value for key, value in rope.items() if key not in IGNORED_KEYS}
 
 
@@ -54,8 +60,8 @@ def _check_type(kind: str) -> None:
     if kind not in PLAIN_TYPES + SCALED_TYPES:
         allowed = ", ".join(PLAIN_TYPES + SCALED_TYPES)
         raise ValueError(
-            f"rope_type is {kind!r}; a draft head can follow {allowed}; "
-            "give the draft a rotary type of its own with rope={'rope_type': 'default', ...}"
+            f"the target's rope_type is {kind!r}, and a draft head can follow {allowed}; choose "
+            "another target, or report the type that is missing"
         )
 
 
@@ -72,6 +78,10 @@ def rotary(rope: Mapping[str, Any], head_dim: int) -> Rotary:
     except KeyError as error:
         raise ValueError(
             f"rope_type {rope['rope_type']!r} lacks {error}; copy the target's rope settings whole"
+        ) from error
+    except TypeError as error:
+        raise ValueError(
+            f"rope settings {dict(rope)} do not compute ({error}); scaling values must be numbers"
         ) from error
     return Rotary(inverse_R.float(), float(factor))
 

@@ -17,11 +17,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from outrider.eval.batched import BATCHED
+from outrider.eval.batched.tie import Tie, tie
 from outrider.eval.certificate import contest, grid
+from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
 from outrider.eval.certificate.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
 from outrider.eval.rules.verdict import Siblings
 from outrider.scripts import toy_command
+
+_TIED_ROUNDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +75,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [name for name, one in MUTANTS.items() if not settings.rule or one.rule in rules]
     is_whole = not settings.rule and not settings.tree
     is_theorem_kept = show_contests(settings) if is_whole else True
+    are_keys_sound = show_keys() if is_whole else True
     killed = [] if settings.tree else show_mutants(judge_all(names, processes=settings.processes))
+    tied = [] if settings.tree else show_ties([name for name in rules if name in BATCHED])
     is_sound = not any(one.distance for one in results) and not any(one.is_alive for one in killed)
-    is_sound = is_sound and is_theorem_kept
+    is_sound = is_sound and not any(one.differences for one in tied)
+    is_sound = is_sound and is_theorem_kept and are_keys_sound
     seconds = time.perf_counter() - start
     print(f"{'all exact' if is_sound else 'NOT EXACT'}, {seconds:.0f} s")
     if settings.json is not None:
-        settings.json.write_text(json.dumps(as_record(results, killed), indent=1) + "\n")
+        settings.json.write_text(json.dumps(as_record(results, killed, tied), indent=1) + "\n")
     if not is_sound:
         sys.exit(1)
 
@@ -151,6 +159,36 @@ def show_contests(settings: Settings) -> bool:
     return contests[0].num_lost == 0
 
 
+def show_keys() -> bool:
+    """Print whether whole texts keep the law under the decoder's keys, and that a fault is seen."""
+    print(
+        f"{'noise keys over rounds':<23}{'plan':<13}{'tokens':>6}  distance, and by position alone"
+    )
+    sound, seen = True, False
+    for one, fault in zip(judge_keys(), judge_keys(KeyedByPosition), strict=True):
+        sound, seen = sound and not one.distance, seen or fault.distance > 0
+        line = f"{one.rule:<23}{one.plan:<13}{one.num_tokens:>6}  {_distance(one.distance):<9} "
+        print(line + _distance(fault.distance), flush=True)
+    print()
+    return sound and seen
+
+
+def show_ties(names: Sequence[str]) -> list[Tie]:
+    """Compare the batched code with the rules on random trees; print a line, and what differs."""
+    found = [tie(name, _TIED_ROUNDS) for name in names]
+    if found:
+        count, num_differences = sum(f.num_decisions for f in found), 0
+        for one in found:
+            num_differences += len(one.differences)
+            for text in one.differences[:1]:
+                print(f"batched {one.rule} DIFFERS {len(one.differences)} times: {text}")
+        print(
+            f"batched code tied to the rules: {len(found)} rules, {count} decisions, "
+            f"{num_differences} differences\n"
+        )
+    return found
+
+
 def show_mutants(results: Any) -> list[Killed]:  # noqa: ANN401 (an iterator of them)
     """Print a line for each planted fault as it is judged."""
     print(f"{'planted fault':<33}{'of rule':<14}distance  first seen in")
@@ -168,7 +206,9 @@ def _distance(distance: Fraction) -> str:
     return f"{float(distance):.6f}" if distance else "0"
 
 
-def as_record(results: Sequence[grid.Result], killed: Sequence[Killed]) -> dict[str, Any]:
+def as_record(
+    results: Sequence[grid.Result], killed: Sequence[Killed], tied: Sequence[Tie]
+) -> dict[str, Any]:
     """The results as JSON: distances as fractions and as floats."""
     return {
         "cells": [
@@ -194,5 +234,13 @@ def as_record(results: Sequence[grid.Result], killed: Sequence[Killed]) -> dict[
                 "where": one.where,
             }
             for one in killed
+        ],
+        "batched": [
+            {
+                "rule": one.rule,
+                "decisions": one.num_decisions,
+                "differences": list(one.differences),
+            }
+            for one in tied
         ],
     }

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, `head` say, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_TRACEBACK"):
             raise
         sys.exit(_complain(f"outrider {name}: {error}"))

@@ -5,10 +5,17 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    # A shell that runs this in the background has children ignore Ctrl-C, which tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

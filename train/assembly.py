@@ -1,13 +1,14 @@
 """From settings to the parts of a run: target, rows, vocabulary, head, features, batches."""
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from outrider.data.batches import Batches, Features
 from outrider.data.rows import Counts, Reading, Row, read_rows
@@ -21,7 +22,7 @@ from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
 from outrider.train.settings import Settings, identity
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids
+from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -70,6 +71,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     for weight in head.own_outputs if settings.head.freezes_output else ():
         weight.requires_grad_(False)
     preflight.check_head(head, target)
+    preflight.check_coverage(vocabulary)
     return Ground(
         settings=settings,
         target=target,
@@ -89,11 +91,12 @@ def make_head(
     old = load_head(Path(choice.init), tables(target)) if choice.init else None
     if old is not None and not choice.rebuild_vocab:
         preflight.check_warm_start(old.config, choice)
-        return None, old
+        kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
+        return kept if old.config.is_reduced else None, old
     vocabulary = None
     if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
         vocabulary = choose_vocabulary(
-            (row.ids[row.mask] for row in rows),
+            supervised(rows),
             choice.draft_vocab,
             vocab_size=target.vocab_size,
             tokenizer_size=target.tokenizer_size,
@@ -107,6 +110,11 @@ def make_head(
     if old is not None:
         adopt(head, old)
     return vocabulary, head
+
+
+def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
+    """The tokens that each row is trained to predict."""
+    return (row.ids[row.mask] for row in rows)
 
 
 @torch.no_grad()
@@ -144,7 +152,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     ground = lay_ground(settings, accelerator.device)
     if accelerator.is_main_process:
         print(ground.counts)
-        for line in preflight.notes(ground.vocabulary, settings):
+        for line in preflight.notes(ground.vocabulary, settings, ground.head.config, ground.target):
             print(line)
     with one_first(accelerator):
         source = features(ground)

@@ -7,10 +7,10 @@ no state: each step seeds its own from (seed, step, rank).
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outrider.data.files import write_whole
+
+T = TypeVar("T")
 
 REQUIRED = {
     "head": "head.safetensors",
@@ -98,7 +100,7 @@ def restore(folder: Path, live: Stateful, claims: Claims, waive: Iterable[str] =
     check_files(folder, state, waived)
     live.head.load_state_dict(load_weights(folder, live.head))
     if "optimizer" not in waived:
-        stored = torch.load(folder / REQUIRED["optimizer"], weights_only=True)
+        stored = whole(folder, "optimizer", lambda path: torch.load(path, weights_only=True))
         for optimizer, values in zip(live.optimizers, stored, strict=True):
             optimizer.load_state_dict(values)
     position = Position(**state["position"])
@@ -112,7 +114,24 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     if not path.is_file():
         raise ValueError(f"checkpoint {folder} lacks state.json; delete the folder to go back one")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"checkpoint {folder}: state.json is damaged ({error}); delete the folder to go back "
+            "to the checkpoint before"
+        ) from error
+
+
+def whole(folder: Path, piece: str, read: Callable[[Path], T]) -> T:
+    """Read one file of a checkpoint; damage is an error that names it."""
+    try:
+        return read(folder / REQUIRED[piece])
+    except Exception as error:  # whatever pickle, zip, safetensors or json raise
+        raise ValueError(
+            f"checkpoint {folder}: {REQUIRED[piece]} (the {piece}) is damaged ({error}); delete "
+            "the folder to go back to the checkpoint before"
+        ) from error
 
 
 def check_claims(folder: Path, state: dict[str, Any], claims: Claims) -> None:
@@ -145,7 +164,7 @@ def check_files(folder: Path, state: dict[str, Any], waived: set[str]) -> None:
 
 def check_schedule(folder: Path, position: Position, claims: Claims) -> None:
     """Refuse a schedule file that tells of another course."""
-    stored = json.loads((folder / REQUIRED["schedule"]).read_text(encoding="utf-8"))
+    stored = whole(folder, "schedule", lambda path: json.loads(path.read_text(encoding="utf-8")))
     wanted = claims.schedule | {"step": position.step}
     for name, value in wanted.items():
         if plain(stored.get(name)) != plain(value):
@@ -157,7 +176,7 @@ def check_schedule(folder: Path, position: Position, claims: Claims) -> None:
 
 def load_weights(folder: Path, head: nn.Module) -> dict[str, Tensor]:
     """The head's tensors, with names and shapes compared both ways."""
-    stored = load_file(folder / REQUIRED["head"])
+    stored = whole(folder, "head", load_file)
     wanted = head.state_dict()
     for name in sorted(stored.keys() ^ wanted.keys()):
         where = "the checkpoint" if name in wanted else "this head"

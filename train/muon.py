@@ -6,7 +6,7 @@ separate maps), and four iterations that start from a tight bound of the largest
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ class Muon(Optimizer):
         super().__init__(list(groups), defaults)
         self._dtype = product_dtype()
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -118,16 +122,16 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for value in group["params"]:
                 if value.grad is not None:
-                    self._update(value, group)
+                    self._update(value, value.grad, group)
         return loss
 
-    def _update(self, value: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, value: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[value]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(value)
         average, momentum = state["momentum_buffer"], group["momentum"]
-        average.lerp_(value.grad, 1 - momentum)
-        ahead = torch.lerp(value.grad, average, momentum)
+        average.lerp_(grad, 1 - momentum)
+        ahead = torch.lerp(grad, average, momentum)
         x_BMN = blocks(ahead, group["split"]).to(self._dtype)
         rms = 0.2 * max(x_BMN.shape[-2:]) ** 0.5
         change_BMN = orthogonalise(x_BMN, -group["lr"] * rms)

@@ -82,10 +82,9 @@ def _by_split(
     head: nn.Module, inner: Iterable[Tensor]
 ) -> Iterator[tuple[Split | None, list[Tensor]]]:
     """The matrices that Muon moves, grouped by the blocks into which they fall."""
-    # Here and not above: heads load transformers, which reading settings has no use for.
-    from outrider.heads.layers import Attention
+    from outrider.heads.layers import Attention  # settings are read before torch models load
 
-    splits = {}
+    splits: dict[int, Split] = {}
     for module in head.modules():
         if isinstance(module, Attention):
             size = module.head_dim

@@ -31,7 +31,7 @@ def describe(ground: Ground) -> str:
         *("  " + line for line in to_yaml(settings).splitlines()),
         "data:",
         *("  " + line for line in str(ground.counts).splitlines()),
-        *("  " + line for line in notes(ground.vocabulary, settings)),
+        *("  " + line for line in notes(ground.vocabulary, settings, head.config, ground.target)),
         f"  packs: {packs} of {data.max_length} positions, {fill:.1%} filled",
         "steps:",
         (

@@ -15,6 +15,8 @@ from outrider.heads.formats import load_head, save_head
 from outrider.train.settings import HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
+LEAST_COVERED = 0.05
+
 
 def check_head(head: DraftHead, target: Target) -> None:
     """Sizes of head and target that must agree, and ids that must exist."""
@@ -47,6 +49,16 @@ def check_warm_start(config: HeadConfig, choice: HeadSettings) -> None:
                 "to keep the head's own"
                 + (", or add --rebuild-vocab" if name == "draft_vocab" else "")
             )
+
+
+def check_coverage(vocabulary: Vocabulary | None) -> None:
+    """A draft vocabulary that leaves nearly nothing to learn, at a loss of zero, is refused."""
+    if vocabulary is not None and vocabulary.covered < LEAST_COVERED:
+        raise ValueError(
+            f"the draft vocabulary's {len(vocabulary.draft_ids_W)} tokens cover "
+            f"{vocabulary.covered:.2%} of the supervised tokens (at least {LEAST_COVERED:.0%} is "
+            "needed); choose it from this data with --rebuild-vocab, or give a larger --draft-vocab"
+        )
 
 
 def check_disjoint(rows: Sequence[Row], trace: Trace | None) -> None:
@@ -103,15 +115,26 @@ def check_export(head: DraftHead, tables: Tables) -> None:
             )
 
 
-def notes(vocabulary: Vocabulary | None, settings: Settings) -> Iterator[str]:
+def notes(
+    vocabulary: Vocabulary | None, settings: Settings, config: HeadConfig, target: Target
+) -> Iterator[str]:
     """Remarks worth a line before training."""
+    limit = config.max_position_embeddings
+    has = getattr(target.config, "max_position_embeddings", limit)
+    if limit < settings.data.max_length:
+        yield (
+            f"note: the head's max_positions is {limit} and rows go up to max_length "
+            f"{settings.data.max_length}; engines will not draft past the former"
+        )
+    if limit > has:
+        yield f"note: the head's max_positions is {limit}, beyond the target's own {has}"
     if vocabulary is not None:
         size = len(vocabulary.draft_ids_W)
         yield (
             f"draft vocabulary: {size} tokens cover {vocabulary.covered:.2%} of supervised tokens "
             f"({vocabulary.distinct} distinct)"
         )
-        if size > vocabulary.distinct:
+        if size > vocabulary.distinct and vocabulary.covered == 1:
             yield (
                 f"note: draft_vocab {size} exceeds the {vocabulary.distinct} distinct supervised "
                 "tokens; the rest are the lowest ids, which this data never trains"

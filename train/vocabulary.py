@@ -35,15 +35,29 @@ def choose_vocabulary(
     always: Iterable[int],
 ) -> Vocabulary:
     """The most frequent of the supervised tokens `labels`, with `always` in."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for ids in labels:
-        counts_V += torch.bincount(ids, minlength=vocab_size)
+    counts_V = count(labels, vocab_size)
     if not 0 < size <= tokenizer_size:
         raise ValueError(
             f"draft_vocab is {size}; the target's tokenizer has {tokenizer_size} tokens: give at "
             "most that many, or leave it out for the full vocabulary"
         )
-    draft_ids_W = choose(counts_V, size, always, tokenizer_size)
+    return _covering(choose(counts_V, size, always, tokenizer_size), counts_V)
+
+
+def vocabulary_of(draft_ids_W: Tensor, labels: Iterable[Tensor], vocab_size: int) -> Vocabulary:
+    """A head's own draft vocabulary, and what it covers of these supervised tokens."""
+    return _covering(draft_ids_W, count(labels, vocab_size))
+
+
+def count(labels: Iterable[Tensor], vocab_size: int) -> Tensor:
+    """How often each id is supervised, [V]."""
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    for ids in labels:
+        counts_V += torch.bincount(ids, minlength=vocab_size)
+    return counts_V
+
+
+def _covering(draft_ids_W: Tensor, counts_V: Tensor) -> Vocabulary:
     return Vocabulary(
         draft_ids_W=draft_ids_W,
         distinct=int((counts_V > 0).sum()),

@@ -1,0 +1,1 @@
+"""Exactness proved by enumeration: laws, languages, the grid, planted faults."""

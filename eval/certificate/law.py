@@ -103,21 +103,25 @@ def speculative_round(
 
     def run(text: Text, random: Branching) -> Text:
         proposal = propose(text, random)
-        verdict = verify(proposal.tree, _NodeLaws(language, text, proposal), random)
+        verdict = verify(proposal.tree, NodeLaws(language, text, proposal), random)
         return (*(proposal.tree.tokens[node] for node in verdict.path), verdict.token)
 
     return run
 
 
-class _NodeLaws:
+class NodeLaws:
+    """The laws of a language at a drafted tree's nodes, as rules ask for them."""
+
     def __init__(self, language: Language, text: Text, proposal: Proposal) -> None:
         self._language, self._text, self._proposal = language, text, proposal
 
     def target(self, node: int) -> Weights:
+        """The target's law after a node."""
         tree = self._proposal.tree
         return self._language.target(self._text + tuple(tree.tokens[n] for n in tree.path(node)))
 
     def draft(self, node: int) -> Weights | None:
+        """The law that a node's token was drawn from, None for one that was chosen."""
         return self._proposal.laws[node] if self._proposal.laws else None
 
 

@@ -1,4 +1,4 @@
-"""Draft plans on the small languages of `outrider.eval.certificate.law`, grown by the production planners."""
+"""Draft plans on the certificate's small languages, grown by the production planners."""
 
 import math
 

@@ -1,0 +1,1 @@
+"""Exact acceptance of traced text without decoding: chains, trees, traces, tables."""

@@ -1,0 +1,1 @@
+"""The report: JSON, page, plots, provenance."""

@@ -100,7 +100,9 @@ def _last(value: Any) -> Any:  # noqa: ANN401 - a line of a log
 
 def render(report: Figures) -> str:
     """The page of a report that came from report.json."""
-    template = files("outrider.eval").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = (
+        files("outrider.eval.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -141,9 +141,9 @@ def walk(tree: Tree, laws: Laws, random: Randomness, settle: Callable[[Site], St
 
 def positive(weights: Weights) -> Weights:
     """[w]+, elementwise."""
-    return weights * (weights > 0)
+    return weights.clip(min=0)
 
 
 def lesser(one: Weights, other: Weights) -> Weights:
     """The elementwise minimum."""
-    return one * (one <= other) + other * (one > other)
+    return one.clip(max=other)

@@ -20,7 +20,7 @@ from outrider.eval.rules.verdict import (
 )
 from outrider.eval.trees.tree import Tree
 
-_RHO_STEPS, _RHO_TICKS = 24, 1 << 16
+_RHO_STEPS, RHO_TICKS = 24, 1 << 10
 
 
 def greedy(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
@@ -173,7 +173,9 @@ def _settle_k_sequential(site: Site) -> Step:
             return Step(child)
     kept = lesser(p / rho, q)
     beta = kept.sum()
-    rest = p if beta == 0 else positive(p - kept * ((1 - (1 - beta) ** num_drafts) / beta))
+    if beta > 0:
+        kept *= (1 - (1 - beta) ** num_drafts) / beta
+    rest = positive(p - kept)
     is_degenerate = bool(rest.sum() == 0)
     token = site.random.draw_rest(site.depth, p if is_degenerate else rest)
     return Step(None, token, int(is_degenerate))
@@ -183,24 +185,49 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
     """The divisor of K-SEQ: least rho in [1, K] with 1 - (1 - beta)^K <= rho beta, rounded up.
 
     beta = sum min(p/rho, q). The root is irrational and any rho above it is exact too, as the
-    condition is monotone: it is found in floats, and then moved up to a multiple of 2^-16 at which
+    condition is monotone: it is found in floats, and then moved up to a multiple of 2^-10 at which
     the condition holds in the weights' own arithmetic.
     """
-    if num_drafts == 1 or _is_covered(p, q, 1, num_drafts):
-        return 1
     is_exact = str(getattr(p, "dtype", "")) == "object"
+    if num_drafts == 1 or (is_exact and _is_covered(p, q, 1, num_drafts)):
+        return 1
     floats = (p.astype(float), q.astype(float)) if is_exact else (p, q)
-    low, high = 1.0, float(num_drafts)
-    for _ in range(_RHO_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _is_covered(*floats, middle, num_drafts) else (middle, high)
-    ticks = math.ceil(high * _RHO_TICKS)
-    while ticks < num_drafts * _RHO_TICKS:
-        rho = Fraction(ticks, _RHO_TICKS) if is_exact else ticks / _RHO_TICKS
+    # A root that is a tick itself may come out a little above it: exact weights try from below.
+    nearest = math.floor if is_exact else math.ceil
+    ticks, step = nearest(_rho_near(*floats, num_drafts) * RHO_TICKS), 1
+    while ticks < num_drafts * RHO_TICKS:
+        rho = Fraction(ticks, RHO_TICKS) if is_exact else ticks / RHO_TICKS
         if _is_covered(p, q, rho, num_drafts):
             return rho
-        ticks += 1
+        ticks, step = ticks + step, 2 * step
     return num_drafts
+
+
+def _rho_near(p: Weights, q: Weights, num_drafts: int) -> float:
+    """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q): by secants from rho = 1.
+
+    The right side rises with rho, as beta falls, so that its value at 1 is below the root.
+    """
+
+    def asked(rho: float) -> float:
+        beta = float(lesser(p * (1 / rho), q).sum())
+        return (1 - (1 - beta) ** num_drafts) / beta if beta > 0 else float(num_drafts)
+
+    before, low, high = 1.0, asked(1.0), float(num_drafts)
+    if low <= 1:
+        return 1.0
+    now, excess_before = low, low - before
+    for _ in range(_RHO_STEPS):
+        value = asked(now)
+        excess = value - now
+        # The side that rises is nearer to the root than rho is, from whichever side rho came.
+        low, high = (max(low, value), high) if excess >= 0 else (low, min(high, value))
+        slope = (excess - excess_before) / (now - before)
+        before, excess_before = now, excess
+        now = min(max(now - excess / slope if slope else value, low), high)
+        if abs(now - before) < 0.05 / RHO_TICKS or high - low < 0.05 / RHO_TICKS:
+            break
+    return now
 
 
 def _is_covered(p: Weights, q: Weights, rho: Any, num_drafts: int) -> bool:  # noqa: ANN401

@@ -1,0 +1,1 @@
+"""Draft trees: shapes, growth, plans, calibration."""

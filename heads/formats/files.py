@@ -61,7 +61,12 @@ def read_folder(folder: Path) -> Folder:
             f"{folder} lacks {' and '.join(missing)} (found {found}); give a folder with "
             "config.json and model.safetensors, and convert pickled .bin weights first"
         )
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / CONFIG} is damaged ({error}); fetch or train the head again"
+        ) from error
     try:
         return Folder(config, load_file(weights))
     except SafetensorError as error:

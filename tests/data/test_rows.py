@@ -316,3 +316,29 @@ def test_targets_without_tokenizer_take_token_rows_only(tmp_path, make_target):
     assert len(rows) == 1
     with pytest.raises(ValueError, match="the target has no tokenizer"):
         read_rows(write(tmp_path / "b.jsonl", [{"messages": chat("a", "b")}]), target, Reading())
+
+
+def test_damaged_files_are_named(tmp_path):
+    rows = [{"messages": chat("Hello", "Paris " * 400)}] * 50
+    for name in ("rows.jsonl.gz", "rows.jsonl.xz"):
+        path = tmp_path / name
+        write(path, rows)
+        path.write_bytes(path.read_bytes()[:-30])
+        with pytest.raises(ValueError, match=f"{name}' cannot be read to its end"):
+            list(records(str(path)))
+    for name in ("rows.json", "rows.parquet"):
+        path = tmp_path / name
+        path.write_bytes(b"[{ this is neither")
+        with pytest.raises(ValueError, match=f"{name}' cannot be read to its end"):
+            list(records(str(path)))
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_message_without_content_is_refused(tmp_path, target, role):
+    good = {"messages": chat("Hello", "Paris")}
+    bad = {"messages": [{"role": role, "content": None}, *chat("Hello", "Paris")]}
+    source = write(tmp_path / "rows.jsonl", [good, bad, good])
+    _, counts = read_rows(source, target, Reading(max_unsupervised=1.0))
+    (refusal,) = counts.refusals
+    assert refusal.number == 2
+    assert f"message 0 ({role}) has no content" in refusal.reason

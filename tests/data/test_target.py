@@ -306,3 +306,12 @@ def test_names_that_lead_nowhere_are_refused(tmp_path):
     ).save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="does not load as a causal language model"):
         Target.load(str(tmp_path / "t5"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_damaged_target_is_named(tmp_path, make_model, name):
+    make_model("llama").save_pretrained(tmp_path / "target")
+    path = tmp_path / "target" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"target '.*target' .* does not load .* fetch it again"):
+        Target.load(str(tmp_path / "target"))

@@ -56,6 +56,23 @@ def test_a_fault_that_passes_ends_with_status_1(monkeypatch, capsys):
     assert "ALIVE" in capsys.readouterr().out
 
 
+def test_the_batched_code_is_compared_with_the_rules(capsys, tmp_path):
+    main(["--rule", "match", "--quick", "--json", str(tmp_path / "out.json"), *ONE])
+    assert "batched code tied to the rules: 1 rules, " in capsys.readouterr().out
+    (one,) = json.loads((tmp_path / "out.json").read_text())["batched"]
+    assert (one["rule"], one["differences"]) == ("match", [])
+    assert one["decisions"] > 300
+
+
+def test_batched_code_that_differs_ends_with_status_1(monkeypatch, capsys):
+    from outrider.eval.batched import walk as batched_walk
+
+    monkeypatch.setattr(batched_walk, "_left", lambda shares, outside: 1 + shares)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--rule", "point_mass", "--quick", *ONE])
+    assert "batched point_mass DIFFERS" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

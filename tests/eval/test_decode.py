@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from outrider.data.cache import RowCache
 from outrider.data.sampling import Sampling
@@ -402,3 +403,33 @@ def test_a_rule_that_would_not_be_exact_is_refused(target, heads, temperature, r
 def test_max_new_tokens_must_be_positive():
     with pytest.raises(ValueError, match="max_new_tokens is 0; write at least 1"):
         Decoding(max_new_tokens=0)
+
+
+def test_texts_end_before_longrope_turns_other_angles():
+    torch.manual_seed(5)
+    first, factors = 16, {"short_factor": [1.0] * 3, "long_factor": [2.0, 9.0, 30.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = Phi3Config(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=first,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        rope_parameters={**rope, "original_max_position_embeddings": first},
+    )
+    target = Target.from_model(Phi3ForCausalLM(config))
+    decoding = Decoding(max_new_tokens=40)
+    plain = decode(target, [1, 2, 3, 4], None, decoding)
+    assert len(plain.ids) == first - 4
+    for length in (1, 3, 8):
+        drafter = Replay([1, 2, 3, 4, *plain.ids, *range(8)], length)
+        assert decode(target, [1, 2, 3, 4], drafter, decoding).ids == plain.ids
+    with pytest.raises(ValueError, match=f"give 1 to {first - 1}"):
+        decode(target, list(range(first)), None, decoding)

@@ -58,3 +58,11 @@ def test_an_empty_request_is_no_request() -> None:
 def test_impossible_rounds_are_refused(bad: Round) -> None:
     with pytest.raises(ValueError, match="accepts at most what it drafted"):
         count([[bad]])
+
+
+def test_a_path_that_ends_at_a_leaf_refuses_nothing() -> None:
+    counts = count([[Round(4, 1, 2, is_used_up=True), Round(4, 3, 4, is_used_up=True)]], depth=3)
+    assert counts.judged == 4
+    assert counts.judged_alpha == 1
+    chain = [Round(3, 3, 4, is_used_up=True), Round(3, 3, 2, is_used_up=True), Round(3, 0, 1)]
+    assert count([chain]).judged == 3 + 2 + 1

@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 import torch
 
 from outrider.data.sampling import Stream, draw, uniform
+from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
 from outrider.eval.noise import KeyedNoise, race
 
 
@@ -70,10 +72,29 @@ def test_streams_depths_and_slots_are_apart():
     noise = KeyedNoise(3, 4, 5)
     drafts = {noise.draft(depth) for depth in range(10)}
     assert len(drafts) == 10
-    assert noise.draft(2) == KeyedNoise(3, 4, 7).draft(0)
+    assert noise.draft(2) != KeyedNoise(3, 4, 7).draft(0)
     assert noise.draft(0) == uniform(3, 4, 5, Stream.DRAFT)
-    coin = uniform(3, 4, 6, Stream.ACCEPT, 2)
+    weights_V = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    assert noise.draw(2, weights_V) == KeyedNoise(3, 4, 7).draw(0, weights_V)
+    assert len({noise.draft(depth, slot) for depth in range(9) for slot in range(9)}) == 81
+    coin = uniform(3, 4, 5, Stream.ACCEPT, 1 << 32 | 2)
     assert noise.coin(1, 2, coin + 1e-9)
     assert not noise.coin(1, 2, coin)
     assert not noise.coin(1, 2, torch.tensor(0.0))
     assert noise.coin(1, 2, torch.tensor(1.0))
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return list(judge_keys())
+
+
+def test_whole_texts_follow_the_law_under_the_decoders_keys(judged):
+    assert {one.rule for one in judged} >= {"rejection", "match", "block", "without", "traversal"}
+    assert all(one.distance == 0 for one in judged)
+
+
+def test_coins_that_rounds_share_are_seen_for_rules_that_judge_from_the_leaf():
+    found = {(one.rule, one.plan): one.distance for one in judge_keys(KeyedByPosition)}
+    assert {rule for (rule, _), distance in found.items() if distance} == {"block", "traversal"}
+    assert found["block", "chain:3"] > Fraction(1, 100)

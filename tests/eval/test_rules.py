@@ -8,6 +8,7 @@ import torch
 
 from outrider.eval import rules
 from outrider.eval.certificate.law import outcomes
+from outrider.eval.rules import walk as rules_walk
 from outrider.eval.trees.tree import Tree, chain, shape_from_counts
 
 
@@ -182,3 +183,25 @@ def test_rational_weights_stay_rational():
 
     rules.rejection(chain(0, [0]), NodeLaws([p, p], [None, q]), Notes())
     assert seen == [Fraction(1, 2), [0, Fraction(1, 3)]]
+
+
+def test_the_divisor_of_k_sequential_is_the_least_tick_at_which_it_is_exact():
+    rng = np.random.default_rng(0)
+
+    def law():
+        counts = rng.multinomial(16, rng.dirichlet(np.full(6, 0.7)))
+        return np.array([Fraction(int(count), 16) for count in counts], dtype=object)
+
+    def is_exact(p, q, rho, count):
+        beta = sum(min(one / rho, other) for one, other in zip(p, q, strict=True))
+        return 1 - (1 - beta) ** count <= rho * beta
+
+    searched = 0
+    for _ in range(1500):
+        p, q, count = law(), law(), int(rng.integers(2, 6))
+        rho = Fraction(rules_walk.k_sequential_rho(p, q, count))
+        assert is_exact(p, q, rho, count)
+        if 1 < rho < count:
+            searched += 1
+            assert not is_exact(p, q, rho - Fraction(1, rules_walk.RHO_TICKS), count)
+    assert searched > 500

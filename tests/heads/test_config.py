@@ -101,7 +101,9 @@ def test_c07_partial_factor_turns_a_quarter_of_the_channels(place: str):
 
 def test_c07_unknown_type_is_refused():
     scaling = {"rope_type": "spiral", "factor": 2.0}
-    with pytest.raises(ValueError, match=r"rope_type is 'spiral'; a draft head can follow default"):
+    with pytest.raises(
+        ValueError, match=r"rope_type is 'spiral', and a draft head can follow default"
+    ):
         EagleConfig.from_target({**BASE, "rope_scaling": scaling})
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.files import alone_in
+from outrider.data.rows import Reading, read_rows
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import tables
@@ -213,8 +214,13 @@ def test_c10_a_warm_start_keeps_the_old_heads_vocabulary_and_proposals(
 ) -> None:
     old = train("--draft-vocab", "40", output="old") / "last"
     argv = ["--target", str(target_folder), "--data", str(other_rows), "--output", "o"]
-    vocabulary, head = make_head(parse([*argv, "--init", str(old)], EagleRun), target, [])
-    assert vocabulary is None
+    rows, _ = read_rows(str(other_rows), target, Reading())
+    vocabulary, head = make_head(parse([*argv, "--init", str(old)], EagleRun), target, rows)
+    assert vocabulary is not None
+    assert torch.equal(vocabulary.draft_ids_W, head.draft_ids_W)
+    tokens = torch.cat([row.ids[row.mask] for row in rows])
+    inside = torch.isin(tokens, vocabulary.draft_ids_W).double().mean()
+    assert vocabulary.covered == pytest.approx(float(inside))
     before = load_file(old / "model.safetensors")
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
     new = train("--init", str(old), "--lr", "1e-12", data=other_rows, output="new") / "last"
@@ -373,3 +379,34 @@ def test_a_heldout_trace_must_be_greedy(
     sampling = Sampling(temperature=1.0)
     build_trace(target, texts, tmp_path / "warm", sampling=sampling, layers=(2, 4, 5))
     assert "is a trace of temperature 1.0" in refused("--heldout", str(tmp_path / "warm"))
+
+
+def test_a_draft_vocabulary_that_covers_nothing_is_refused(
+    tmp_path: Path, refused: Refused, train: Train
+) -> None:
+    def rows(name: str, first: int) -> Path:
+        ids = [[first + (7 * row + place) % 25 for place in range(16)] for row in range(8)]
+        mask = [0] * 8 + [1] * 8
+        return written(tmp_path / name, [{"input_ids": one, "loss_mask": mask} for one in ids])
+
+    low, high = rows("low.jsonl", 2), rows("high.jsonl", 60)
+    # The ids that are always in leave no room for what is supervised.
+    message = refused("--draft-vocab", "2", data=high)
+    assert "cover 0.00% of the supervised tokens (at least 5% is needed)" in message
+    assert "--rebuild-vocab" in message
+    head = train("--draft-vocab", "30", data=low, output="low") / "best"
+    head = head if head.exists() else head.with_name("last")
+    message = refused("--init", str(head), data=high)
+    assert "the draft vocabulary's 30 tokens cover 0.00%" in message
+
+
+def test_coverage_of_a_kept_vocabulary_and_odd_positions_are_told(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train("--draft-vocab", "40", "--max-positions", "16", output="first")
+    said = capsys.readouterr().out
+    assert "the head's max_positions is 16 and rows go up to max_length 64" in said
+    train("--init", str(first / "last"), output="second")
+    assert "draft vocabulary: 40 tokens cover" in capsys.readouterr().out
+    train("--max-positions", "999", output="third")
+    assert "max_positions is 999, beyond the target's own 128" in capsys.readouterr().out

@@ -110,6 +110,26 @@ def test_c14_a_missing_piece_is_refused_unless_waived(
     train(*FLAGS, "--waive", piece, output="stopped")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("optimizer.pt", "optimizer.pt (the optimizer) is damaged"),
+        ("head.safetensors", "head.safetensors (the head) is damaged"),
+        ("schedule.json", "schedule.json (the schedule) is damaged"),
+        ("state.json", "state.json is damaged"),
+    ],
+)
+def test_c14_damage_that_keeps_the_size_is_named(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    stopped_at(train, 10)
+    path = newest(tmp_path / "stopped") / name
+    path.write_bytes(b"\x01" * path.stat().st_size)
+    message = refused(train, capsys)
+    assert said in message
+    assert "delete the folder to go back" in message
+
+
 def test_c14_missing_or_cut_weights_cannot_be_waived(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
