@@ -104,6 +104,8 @@ def make_head(
         )
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
     config = CONFIGS[choice.head].from_target(target.config, **sizes)
+    if old is not None:
+        preflight.check_rebuild(old.config, config, choice.init)
     head = HEADS[choice.head](config, vocabulary.draft_ids_W if vocabulary else None)
     head.attach(tables(target))
     head.start_from_target()

@@ -61,6 +61,19 @@ def check_coverage(vocabulary: Vocabulary | None) -> None:
         )
 
 
+def check_rebuild(old: HeadConfig, config: HeadConfig, init: str | None) -> None:
+    """A rebuilt vocabulary changes the vocabulary only: all else must be the old head's."""
+    free = ("draft_vocab_size", "max_position_embeddings", "embed_gain", "extra")
+    ours, theirs = config.to_dict(), old.to_dict()
+    for name in [name for name in ours if name not in free]:
+        if ours[name] != theirs.get(name):
+            raise ValueError(
+                f"{name} is {ours[name]} but the head in init {init!r} has {theirs.get(name)}; "
+                "rebuild_vocab changes the draft vocabulary only, so give the settings that the "
+                "head was made with"
+            )
+
+
 def check_disjoint(rows: Sequence[Row], trace: Trace | None) -> None:
     """Held-out rows must not be among the training rows."""
     if trace is None:

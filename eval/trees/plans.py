@@ -9,7 +9,10 @@ from typing import Any, TypeAlias
 from outrider.data.files import write_whole
 from outrider.eval.trees.growth import DynamicGrowth, Growth, StaticGrowth
 
-FORMS = "chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES or static:FILE"
+FORMS = (
+    "chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE or "
+    "lookup:LENGTH,NGRAM"
+)
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,31 @@ class StaticPlan:
         return StaticGrowth(root, self.paths)
 
 
+@dataclass(frozen=True)
+class LookupPlan:
+    """Draft `length` tokens that followed the last `ngram` tokens, or fewer, before."""
+
+    length: int
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        _at_least_one("lookup length", self.length)
+        _at_least_one("lookup ngram", self.ngram)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens one round can accept."""
+        return self.length
+
+    @property
+    def label(self) -> str:
+        """How it is written."""
+        return f"lookup:{self.length},{self.ngram}"
+
+
 LikeliestPlan: TypeAlias = TreePlan | StaticPlan
 """Trees of likeliest tokens, any rule of which accepts alike."""
-Plan: TypeAlias = ChainPlan | TreePlan | StaticPlan | DrawnPlan
+Plan: TypeAlias = ChainPlan | TreePlan | StaticPlan | DrawnPlan | LookupPlan
 
 
 def plan_named(text: str) -> Plan:
@@ -122,10 +147,12 @@ def plan_named(text: str) -> Plan:
             return TreePlan(*values)
         if kind == "drawn" and len(values) == 3:
             return DrawnPlan(*values)
+        if kind == "lookup" and len(values) in (1, 2):
+            return LookupPlan(*values)
     raise ValueError(
         f"draft is {text!r}; write chain:LENGTH, such as chain:3, or tree:DEPTH,WIDTH,NODES, such "
-        "as tree:4,4,16, or drawn:DEPTH,WIDTH,NODES for drawn trees, or static:FILE for a tree of "
-        "outrider tree"
+        "as tree:4,4,16, or drawn:DEPTH,WIDTH,NODES for drawn trees, static:FILE for a tree of "
+        "outrider tree, or lookup:LENGTH,NGRAM for prompt lookup"
     )
 
 

@@ -123,3 +123,21 @@ def test_another_kinds_head_is_refused(run: Run, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         run("mtp", "--init", str(old), output="new")
     assert "head is mtp but the head in init" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        ("mtp", [], "kind is mtp but the head in init"),
+        ("medusa", ["--num-draft-heads", "2"], "num_draft_heads is 2 but the head in init"),
+        ("medusa", ["--freeze-output"], "shared_output is True but the head in init"),
+    ],
+)
+def test_a_rebuilt_vocabulary_changes_nothing_else(
+    kind: str, flags: list[str], message: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = run("medusa", output="old") / "last"
+    with pytest.raises(SystemExit) as caught:
+        run(kind, "--init", str(old), "--rebuild-vocab", *flags, output="new")
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
