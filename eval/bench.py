@@ -19,7 +19,7 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.metrics import count
 from outrider.eval.stats import median
 from outrider.eval.trees.plans import is_drawn, plan_named
@@ -172,7 +172,7 @@ def _decode(
     if draft != PLAIN:
         plan = plan_named(draft)
         temperature = settings.sampling.temperature if is_drawn(plan) else 0.0
-        drafter = EagleDrafter(head, plan, temperature=temperature)
+        drafter = drafter_by(plan, head, temperature=temperature)
     decoding = Decoding(
         max_new_tokens=min(8, settings.max_new_tokens) if warm else settings.max_new_tokens,
         sampling=settings.sampling,

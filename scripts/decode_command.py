@@ -15,12 +15,12 @@ from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
 from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import judged_head
 from outrider.eval.metrics import count
 from outrider.eval.rules import rule_named
-from outrider.eval.trees.plans import DrawnPlan, is_drawn, plan_named
+from outrider.eval.trees.plans import DrawnPlan, LookupPlan, is_drawn, plan_named
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -45,7 +45,8 @@ class Settings:
     """Use the first so many rows of data."""
 
     draft: str = "chain:3"
-    """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE."""
+    """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, or
+    lookup:LENGTH,NGRAM, which needs no head."""
 
     skip_plain: bool = False
     """Do not decode each prompt plainly too, to compare text and speed."""
@@ -141,15 +142,17 @@ _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     """The head as a drafter; its drafts are drawn where the rule asks for that."""
+    plan, decoding = plan_named(settings.draft), settings.decoding
+    if isinstance(plan, LookupPlan):
+        return drafter_by(plan, None)
     if settings.head is None:
         return None
     dtype = getattr(torch, settings.dtype)
     head = judged_head(settings.head, target, dtype=dtype)
-    plan, decoding = plan_named(settings.draft), settings.decoding
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
     if decoding.rule is not None and not isinstance(plan, DrawnPlan):
         draws = rule_named(decoding.rule).draws_drafts
-    return EagleDrafter(head, plan, temperature=decoding.sampling.temperature if draws else 0.0)
+    return drafter_by(plan, head, temperature=decoding.sampling.temperature if draws else 0.0)
 
 
 def read_prompts(settings: Settings, target: Target) -> list[Prompt]:

@@ -39,7 +39,7 @@ class EvalSettings:
     """Folder of a trace, or demo:heldout (what is used when left out); repeat for several."""
 
     draft: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
-    """Draft plans: chain:LENGTH, tree:DEPTH,WIDTH,NODES, static:FILE."""
+    """Draft plans: chain:LENGTH, tree:DEPTH,WIDTH,NODES, static:FILE, lookup:LENGTH,NGRAM."""
 
     temperature: tuple[float, ...] = (0.0, 1.0)
     """For demo:heldout: temperatures whose text is used, of 0 and 1."""

@@ -17,7 +17,16 @@ from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
 from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.growth import DrawnGrowth, Growth
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LikeliestPlan, Plan, TreePlan, is_drawn
+from outrider.eval.trees.plans import (
+    ChainPlan,
+    DrawnPlan,
+    HeadPlan,
+    LikeliestPlan,
+    LookupPlan,
+    Plan,
+    TreePlan,
+    is_drawn,
+)
 from outrider.eval.trees.tree import Tree, chain
 from outrider.heads import DraftHead, HeadCache
 
@@ -33,6 +42,8 @@ class EagleDrafter:
     def __init__(self, head: DraftHead, plan: Plan, *, temperature: float = 0.0) -> None:
         # One epsilon with the text's: what is greedy there draws nothing here.
         temperature = 0.0 if temperature < GREEDY_BELOW else temperature
+        if isinstance(plan, LookupPlan):
+            raise ValueError(f"plan is {plan.label}, which no head drafts; use drafter_by")
         if temperature and not is_drawn(plan):
             raise ValueError(
                 f"temperature is {temperature} for a tree of drafts; trees take the likeliest "
@@ -40,7 +51,8 @@ class EagleDrafter:
             )
         if isinstance(plan, DrawnPlan) and not temperature:
             plan = TreePlan(plan.depth, plan.width, plan.nodes)
-        self._head, self._plan, self._temperature = head, plan, temperature
+        self._head, self._temperature = head, temperature
+        self._plan: HeadPlan = plan
         self._ids_W = head.draft_ids_W
         self._limit = head.config.max_position_embeddings
         self._cache = HeadCache()

@@ -1,8 +1,8 @@
 """Prompt lookup: the text so far as its own draft model, without any network.
 
 Where the last tokens stood before, what followed them is guessed to follow again (Saxena 2023,
-"Prompt Lookup Decoding"; transformers' `prompt_lookup_num_tokens`). It costs nothing, and wins where
-an answer repeats its prompt: editing, extraction, quoting.
+"Prompt Lookup Decoding"; transformers' `prompt_lookup_num_tokens`). It costs nothing, and wins
+where an answer repeats its prompt: editing, extraction, quoting.
 """
 
 from collections.abc import Sequence

@@ -8,10 +8,11 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.metrics import refuse_lossy
 from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.lookup import score_lookup
 from outrider.eval.offline.scores import Score, difference, summary
 from outrider.eval.offline.traces import Trace
 from outrider.eval.offline.tree import score_tree
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, plan_named
+from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, plan_named
 from outrider.heads import DraftHead
 
 
@@ -136,7 +137,10 @@ def _score_all(
                 f"draft is {draft!r}; drawn trees are measured by decoding, with outrider decode "
                 "or bench: score a chain, a tree or a static tree here"
             )
-        if not isinstance(plan, ChainPlan):
+        if isinstance(plan, LookupPlan):
+            lookup_rule = None if rule == "rejection" else rule
+            scored[draft] = score_lookup(trace, target, plan, rule=lookup_rule)
+        elif not isinstance(plan, ChainPlan):
             tree_rule = None if rule == "rejection" else rule
             scored[draft] = score_tree(head, trace, target, plan, rule=tree_rule)
     return {draft: scored[draft] for draft in drafts}

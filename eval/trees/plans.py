@@ -130,7 +130,9 @@ class LookupPlan:
 
 LikeliestPlan: TypeAlias = TreePlan | StaticPlan
 """Trees of likeliest tokens, any rule of which accepts alike."""
-Plan: TypeAlias = ChainPlan | TreePlan | StaticPlan | DrawnPlan | LookupPlan
+HeadPlan: TypeAlias = ChainPlan | LikeliestPlan | DrawnPlan
+"""Drafts of a head."""
+Plan: TypeAlias = HeadPlan | LookupPlan
 
 
 def plan_named(text: str) -> Plan:
