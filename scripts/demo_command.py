@@ -19,7 +19,7 @@ from outrider.data.files import write_whole
 from outrider.data.target import Target
 from outrider.eval.bench import BenchSettings, bench
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import read_texts
@@ -175,7 +175,7 @@ def race(best: Path, size: Size) -> dict[str, Any]:
 def colour(best: Path, size: Size) -> dict[str, Any]:
     """One held-out answer in float32, which must be plain decoding's, token for token."""
     target = Target.load(TARGET)
-    drafter = EagleDrafter(judged_head(best, target), plan_named(PASSAGE_DRAFT))
+    drafter = HeadDrafter(judged_head(best, target), plan_named(PASSAGE_DRAFT))
     decoding = Decoding(max_new_tokens=2 * size.timed_tokens)
     text = next(
         text for text in read_texts(HELDOUT, decoding.sampling) if text.kind == PASSAGE_KIND

@@ -14,7 +14,7 @@ from outrider.data.sampling import Sampling, row_key
 from outrider.data.target import Target
 from outrider.eval.bias import Bias, bias, decode_lossy
 from outrider.eval.decode import Decoding
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.lossy import LOSSY_RULES, LossyRule, ensemble, nucleus, threshold, typical
 from outrider.eval.offline.texts import read_texts
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in settings.rule:
         rule = make_rule(settings, name)
         temperature = settings.sampling.temperature if rule.draws_drafts else 0.0
-        drafter = EagleDrafter(head, plan, temperature=temperature)
+        drafter = HeadDrafter(head, plan, temperature=temperature)
         texts = [
             decode_lossy(rule, target, ids, drafter, decoding, row=row_key(row_id))
             for ids, row_id in prompts.items()

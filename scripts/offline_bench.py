@@ -21,7 +21,7 @@ from tqdm import tqdm
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import Text, read_texts
@@ -158,7 +158,7 @@ def decoded(
             continue
         drafter = None
         if draft != PLAIN:
-            drafter = EagleDrafter(head, plan_named(draft), temperature=settings.temperature)
+            drafter = HeadDrafter(head, plan_named(draft), temperature=settings.temperature)
         decoding = Decoding(
             max_new_tokens=len(text.answer_ids), sampling=Sampling(temperature=settings.temperature)
         )

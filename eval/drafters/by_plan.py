@@ -1,7 +1,7 @@
 """The drafter that a plan asks for."""
 
 from outrider.eval.drafters import Drafter
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.drafters.lookup import PromptLookup
 from outrider.eval.trees.plans import LookupPlan, Plan
 from outrider.heads import DraftHead
@@ -18,4 +18,4 @@ def drafter_by(plan: Plan, head: DraftHead | None, *, temperature: float = 0.0) 
         raise ValueError(
             "this draft plan needs a head and head is None; give --head, or draft by lookup:LENGTH"
         )
-    return EagleDrafter(head, plan, temperature=temperature)
+    return HeadDrafter(head, plan, temperature=temperature)

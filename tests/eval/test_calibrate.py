@@ -8,7 +8,7 @@ import pytest
 from outrider.data.sampling import Sampling
 from outrider.eval.bench import BenchSettings
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.offline.traces import build_trace
 from outrider.eval.offline.tree import score_tree
 from outrider.eval.trees.calibrate import (
@@ -108,7 +108,7 @@ def test_ranks_are_those_of_drafting(tiny_head, tiny_target, trace, ranks):
         for place in range(1, row.num_tokens):
             cut = row.prompt_length + place
             captured = tiny_target.run(row.ids_T[None, : cut - 1], layers=LAYERS)
-            drafter = EagleDrafter(tiny_head, ChainPlan(3))
+            drafter = HeadDrafter(tiny_head, ChainPlan(3))
             drafter.start(text[:cut], captured)
             drafted = drafter.propose(3, None).tree.tokens[1:]
             hits = 0
@@ -135,7 +135,7 @@ def test_a_fitted_tree_is_written_read_and_drafted(tiny_head, tiny_target, trace
     plan = plan_named(spec)
     assert isinstance(plan, StaticPlan)
     assert set(plan.paths) == set(tree.paths)
-    drafter = EagleDrafter(tiny_head, plan)
+    drafter = HeadDrafter(tiny_head, plan)
     rounds = tokens = 0
     for index in range(len(trace)):
         row = trace.row(index)

@@ -16,7 +16,7 @@ from outrider.eval import decode as decode_module
 from outrider.eval import rules
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
 from outrider.eval.trees.plans import ChainPlan, plan_named
@@ -83,7 +83,7 @@ def make(name, heads, text, temperature=0.0):
     if name == "uniform":
         return Uniform(VOCAB, 3)
     head, plan = name.split()
-    return EagleDrafter(heads[head], plan_named(plan), temperature=temperature)
+    return HeadDrafter(heads[head], plan_named(plan), temperature=temperature)
 
 
 def greedy_text(target, prompt, count, sampling=None):
@@ -309,9 +309,7 @@ def test_the_loop_runs_on_a_gpu(target, heads, plan, sampling):
     head = copy.deepcopy(heads["trained"]).to("cuda").attach(tables(there))
     decoding = Decoding(max_new_tokens=24, sampling=sampling, rule="match", ignore_eos=True)
     plain = decode(there, PROMPTS[0], None, decoding)
-    assert (
-        decode(there, PROMPTS[0], EagleDrafter(head, plan_named(plan)), decoding).ids == plain.ids
-    )
+    assert decode(there, PROMPTS[0], HeadDrafter(head, plan_named(plan)), decoding).ids == plain.ids
 
 
 # Planted faults: each must change the text or trip an assertion.
@@ -394,7 +392,7 @@ def test_prompts_that_leave_no_room_are_refused(target, prompt, message):
     ],
 )
 def test_a_rule_that_would_not_be_exact_is_refused(target, heads, temperature, rule, message):
-    drafter = EagleDrafter(heads["trained"], ChainPlan(2))
+    drafter = HeadDrafter(heads["trained"], ChainPlan(2))
     decoding = Decoding(sampling=Sampling(temperature=temperature), rule=rule)
     with pytest.raises(ValueError, match=message):
         decode(target, PROMPTS[0], drafter, decoding)

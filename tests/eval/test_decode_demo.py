@@ -13,7 +13,7 @@ from outrider.data.sampling import Sampling, row_key
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters import Draft
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.drafters.replay import Replay
 from outrider.eval.link import tables
 from outrider.eval.offline.texts import read_texts
@@ -112,6 +112,6 @@ def test_an_untrained_head_changes_nothing(target, temperature, plan, tmp_path):
     source = Sampling() if sampling.is_greedy else Sampling(temperature=1.0)
     for text in read_texts("demo:heldout", source, per_kind=1):
         text = sampled(target, text, decoding)
-        drafter = EagleDrafter(head, plan_named(plan))
+        drafter = HeadDrafter(head, plan_named(plan))
         found = decode(target, text.prompt_ids, drafter, decoding, row=row_key(text.row_id))
         assert found.ids == text.answer_ids, text.row_id

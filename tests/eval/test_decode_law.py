@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.data.sampling import Sampling, Stream, process
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.rules import rule_named
@@ -75,7 +75,7 @@ def is_noticed(texts, law):
 
 def sampled(target, head, plan, rule, count):
     temperature = 0.8 if rule_named(rule).draws_drafts else 0.0
-    drafter = EagleDrafter(head, plan_named(plan), temperature=temperature)
+    drafter = HeadDrafter(head, plan_named(plan), temperature=temperature)
     decoding = Decoding(max_new_tokens=LENGTH, sampling=SAMPLING, rule=rule)
     accepted = drafted = 0
     for row in range(count):

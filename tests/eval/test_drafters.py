@@ -7,7 +7,7 @@ import torch
 
 from outrider.data.sampling import GREEDY_BELOW, Sampling
 from outrider.data.target import Target
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.drafters.replay import Plain, Replay, Uniform
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
@@ -82,7 +82,7 @@ def best_first(head, rows, ids, plan):
 
 
 def test_a_chain_equals_redrafting_from_the_whole_prefix(target, head):
-    drafter = EagleDrafter(head, ChainPlan(4))
+    drafter = HeadDrafter(head, ChainPlan(4))
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)
     tokens = list(drafter.propose(99, KeyedNoise(0, 0, 8)).tree.tokens)
@@ -93,7 +93,7 @@ def test_a_chain_equals_redrafting_from_the_whole_prefix(target, head):
 
 
 def test_drawn_chains_carry_the_very_law_they_were_drawn_from(target, head):
-    drafter = EagleDrafter(head, ChainPlan(3), temperature=0.7)
+    drafter = HeadDrafter(head, ChainPlan(3), temperature=0.7)
     rows = Rows(target, drafter.layers)
     seen = set()
     for row in range(5):
@@ -112,7 +112,7 @@ def test_drawn_chains_carry_the_very_law_they_were_drawn_from(target, head):
 
 @pytest.mark.parametrize("plan", [TreePlan(3, 3, 9), TreePlan(2, 4, 20), TreePlan(4, 1, 3)])
 def test_a_tree_equals_redrafting_every_path(target, head, plan):
-    drafter = EagleDrafter(head, plan)
+    drafter = HeadDrafter(head, plan)
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)
     tree = drafter.propose(99, KeyedNoise(0, 0, 8)).tree
@@ -126,7 +126,7 @@ def test_a_tree_equals_redrafting_every_path(target, head, plan):
 
 @pytest.mark.parametrize("plan", ["chain:3", "tree:3,3,8"])
 def test_accepted_drafts_are_rebuilt_from_the_targets_states(target, head, plan):
-    drafter = EagleDrafter(head, plan_named(plan))
+    drafter = HeadDrafter(head, plan_named(plan))
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)
     ids = PREFIX
@@ -134,7 +134,7 @@ def test_accepted_drafts_are_rebuilt_from_the_targets_states(target, head, plan)
         drafter.propose(99, KeyedNoise(0, 0, len(ids)))
         rows.accepted(drafter, ids, new)
         ids = ids + new
-        fresh = rows.started(EagleDrafter(head, plan_named(plan)), ids)
+        fresh = rows.started(HeadDrafter(head, plan_named(plan)), ids)
         noise = KeyedNoise(0, 0, len(ids))
         assert drafter.propose(99, noise).tree == fresh.propose(99, noise).tree
         assert drafter._cache.length == fresh._cache.length == len(ids) - 1
@@ -145,7 +145,7 @@ def test_accepted_drafts_are_rebuilt_from_the_targets_states(target, head, plan)
 
 def test_rows_left_in_the_cache_are_noticed(target, tiny_head, monkeypatch):
     head = copy.deepcopy(tiny_head).double().attach(tables(target))
-    drafter = EagleDrafter(head, ChainPlan(3))
+    drafter = HeadDrafter(head, ChainPlan(3))
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)
     monkeypatch.setattr(drafter._cache, "truncate", lambda length: None)
@@ -156,13 +156,13 @@ def test_rows_left_in_the_cache_are_noticed(target, tiny_head, monkeypatch):
 
 
 def test_rounds_without_a_draft_lose_no_row(target, head):
-    drafter = EagleDrafter(head, ChainPlan(3))
+    drafter = HeadDrafter(head, ChainPlan(3))
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)
     assert len(drafter.propose(0, KeyedNoise(0, 0, 8)).tree) == 1
     rows.accepted(drafter, PREFIX, [33, 12])
     ids = [*PREFIX, 33, 12]
-    fresh = rows.started(EagleDrafter(head, ChainPlan(3)), ids)
+    fresh = rows.started(HeadDrafter(head, ChainPlan(3)), ids)
     noise = KeyedNoise(0, 0, len(ids))
     assert drafter.propose(99, noise).tree == fresh.propose(99, noise).tree
 
@@ -178,7 +178,7 @@ def test_no_draft_runs_past_the_heads_positions(target, tiny_head, plan, monkeyp
         return step(feature, ids, position, *rest, **options)
 
     monkeypatch.setattr(head, "step", noted)
-    drafter = EagleDrafter(head, plan_named(plan))
+    drafter = HeadDrafter(head, plan_named(plan))
     rows = Rows(target, drafter.layers)
     rows.started(drafter, PREFIX)  # 7 rows: positions 7, 8 and 9 are left, so 4 drafts
     tree = drafter.propose(99, KeyedNoise(0, 0, 8)).tree
@@ -193,7 +193,7 @@ def test_no_draft_runs_past_the_heads_positions(target, tiny_head, plan, monkeyp
 
 def test_a_depth_limit_is_kept(target, head):
     for plan in ("chain:5", "tree:5,1,9"):
-        drafter = EagleDrafter(head, plan_named(plan))
+        drafter = HeadDrafter(head, plan_named(plan))
         rows = Rows(target, drafter.layers)
         rows.started(drafter, PREFIX)
         tree = drafter.propose(2, KeyedNoise(0, 0, 8)).tree
@@ -202,7 +202,7 @@ def test_a_depth_limit_is_kept(target, head):
 
 def test_drawn_trees_are_refused(tiny_head):
     with pytest.raises(ValueError, match="trees take the likeliest tokens, so give 0, or a chain"):
-        EagleDrafter(tiny_head, TreePlan(2, 2, 4), temperature=1.0)
+        HeadDrafter(tiny_head, TreePlan(2, 2, 4), temperature=1.0)
 
 
 def test_replayed_text_follows_the_row():
@@ -237,7 +237,7 @@ def test_plain_drafts_nothing():
 
 def test_one_epsilon_decides_what_is_greedy_for_text_and_drafts(target, head):
     for temperature in (0.0, 1e-9, 0.99 * GREEDY_BELOW, GREEDY_BELOW, 0.5):
-        drafter = EagleDrafter(head, ChainPlan(2), temperature=temperature)
+        drafter = HeadDrafter(head, ChainPlan(2), temperature=temperature)
         is_greedy = Sampling(temperature=temperature).is_greedy
         assert drafter.siblings == (Siblings.CHOSEN if is_greedy else Siblings.SINGLE)
 
@@ -249,7 +249,7 @@ def test_drawn_trees_carry_the_very_laws_they_were_drawn_from(target, head, plan
     ids = PREFIX
     rows = Rows(target, head.config.aux_layers)
     for row in range(6):
-        drafter = rows.started(EagleDrafter(head, plan, temperature=0.8), ids)
+        drafter = rows.started(HeadDrafter(head, plan, temperature=0.8), ids)
         draft = drafter.propose(8, KeyedNoise(0, row, len(ids)))
         tree = draft.tree
         assert 1 < len(tree) <= plan.nodes + 1
@@ -273,6 +273,6 @@ def test_drawn_trees_carry_the_very_laws_they_were_drawn_from(target, head, plan
 def test_drawn_trees_at_temperature_zero_are_the_likeliest_ones(target, head):
     rows, found = Rows(target, head.config.aux_layers), []
     for text in ("drawn:2,3,6", "tree:2,3,6"):
-        drafter = rows.started(EagleDrafter(head, plan_named(text)), PREFIX)
+        drafter = rows.started(HeadDrafter(head, plan_named(text)), PREFIX)
         found.append(drafter.propose(8, None).tree)
     assert found[0] == found[1]

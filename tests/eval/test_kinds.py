@@ -12,7 +12,7 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.metrics import count
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.offline.chain import score_chain
@@ -63,7 +63,7 @@ def loop(
         decode(
             target,
             text.prompt_ids,
-            EagleDrafter(head, plan_named(draft), temperature=temperature),
+            HeadDrafter(head, plan_named(draft), temperature=temperature),
             decoding,
             row=int(text.row_id.split("-")[1]),
         )
@@ -149,7 +149,7 @@ def test_medusas_children_are_its_heads_likeliest_whatever_the_parent(
     Against brute force over all paths.
     """
     head, text = make_head("medusa"), greedy_texts[0]
-    drafter = EagleDrafter(head, TreePlan(3, 4, 9))
+    drafter = HeadDrafter(head, TreePlan(3, 4, 9))
     ids = torch.tensor([text.prompt_ids + text.answer_ids[:1]])
     captured = tiny_target.run(ids[:, :-1])
     drafter.start(ids[0].tolist(), captured)
@@ -186,7 +186,7 @@ def test_no_tree_is_deeper_than_the_head(
         (DrawnPlan(6, 3, 14), 1.0),
         (static, 0.0),
     ):
-        drafter = EagleDrafter(head, plan, temperature=temperature)
+        drafter = HeadDrafter(head, plan, temperature=temperature)
         drafter.start(ids[0].tolist(), captured)
         tree = drafter.propose(99, KeyedNoise(0, 0, ids.shape[1])).tree
         assert max(tree.depths) == min(limit, plan.depth)

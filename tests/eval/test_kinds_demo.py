@@ -10,7 +10,7 @@ import torch
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.texts import read_texts
 from outrider.eval.offline.traces import build_trace
@@ -56,7 +56,7 @@ def test_greedy_rounds_are_the_loops(
             score = score_chain(head, trace, target, lengths=[3])[3]
         decoded = [
             decode(
-                target, text.prompt_ids, EagleDrafter(head, plan), Decoding(max_new_tokens=LENGTH)
+                target, text.prompt_ids, HeadDrafter(head, plan), Decoding(max_new_tokens=LENGTH)
             )
             for text in texts
         ]

@@ -15,7 +15,7 @@ from outrider.eval import lossy
 from outrider.eval.bias import LossyRound, Step, _agreed, bias, decode_lossy
 from outrider.eval.certificate.law import outcomes
 from outrider.eval.decode import Decoding
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.metrics import Round, count
 from outrider.eval.offline.evaluate import table
 from outrider.eval.rules import RULES, point_mass
@@ -148,7 +148,7 @@ def test_agreement_is_that_of_the_best_coupling_step_by_step():
 
 
 def sampled(tiny_target, tiny_head, rule, draft, temperature=0.0):
-    drafter = EagleDrafter(tiny_head, plan_named(draft), temperature=temperature)
+    drafter = HeadDrafter(tiny_head, plan_named(draft), temperature=temperature)
     decoding = Decoding(max_new_tokens=20, sampling=Sampling(temperature=1.0), ignore_eos=True)
     prompts = ([5, 9, 14, 22], [41, 7, 30, 12])
     return [

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target, default_layers
 from outrider.eval.decode import Decoded, Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import tables
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.scores import Score
@@ -92,7 +92,7 @@ def loop(
     plan = plan_named(draft)
     temperature = decoding.sampling.temperature if isinstance(plan, ChainPlan) else 0.0
     return [
-        decode(target, text.prompt_ids, EagleDrafter(head, plan, temperature=temperature), decoding)
+        decode(target, text.prompt_ids, HeadDrafter(head, plan, temperature=temperature), decoding)
         for text in texts
     ]
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, decode
-from outrider.eval.drafters.eagle import EagleDrafter
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.metrics import count
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.scores import Score
@@ -38,7 +38,7 @@ def run(
         decode(
             target,
             text.prompt_ids,
-            EagleDrafter(head, plan_named(draft), temperature=temperature),
+            HeadDrafter(head, plan_named(draft), temperature=temperature),
             decoding,
             row=int(text.row_id.split("-")[1]),
         )

@@ -31,7 +31,7 @@ from outrider.eval.trees.tree import Tree, chain
 from outrider.heads import DraftHead, HeadCache
 
 
-class EagleDrafter:
+class HeadDrafter:
     """Drafts for one row at a time.
 
     At `temperature` above 0 chains and drawn trees are drawn from softmax(logits / temperature), as
