@@ -1,7 +1,8 @@
 """Draft, verify, roll back: one row decoded exactly, with any drafter or, plainly, with none.
 
-The token at position j of a row (prompt included) gets its noise from (seed, row, j), whatever the
-drafts, so a rule that draws every token from p writes the text of plain sampling.
+A draw from the target's law for position j of a row (prompt included) gets its coin from (seed,
+row, j), whatever the drafts, so a rule that draws every token from p writes the text of plain
+sampling; all other coins are the round's own.
 Dimensions: N tree nodes, T positions, V vocabulary, F fused feature channels, H hidden size.
 """
 

@@ -40,7 +40,7 @@ class Lossy:
 def refuse_lossy(results: Iterable[object]) -> None:
     """ValueError when a result, or a row read from a file, is an inexact rule's."""
     for one in results:
-        is_row = isinstance(one, Mapping) and one.get("exact", True) is False
+        is_row = isinstance(one, Mapping) and one.get("exact", True) is not True
         if is_row or isinstance(one, Lossy):
             raise ValueError(
                 "a lossy result cannot enter a table of exact figures: its text is not the "

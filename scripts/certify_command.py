@@ -56,6 +56,8 @@ class Settings:
     """Worker processes."""
 
     def __post_init__(self) -> None:
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ValueError(f"json is {self.json}, and there is no folder {self.json.parent}")
         if self.processes < 1:
             raise ValueError(f"processes is {self.processes}; use 1 or more")
 

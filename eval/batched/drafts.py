@@ -131,7 +131,9 @@ def _checks(drafts: Drafts, size: tuple[int, ...]) -> list[tuple[str, bool, str]
 class Noise:
     """Independent uniforms in [0, 1), float64, for B rounds.
 
-    Keyed by (seed, row, position) they are those of `outrider.eval.noise.KeyedNoise`.
+    Fresh in every round, but for `targets_BE`, which may be keyed by the row and position of the
+    token alone: coins shared by rounds tie them, see `outrider.eval.noise`. Drafts must be drawn
+    from fresh coins, too.
     """
 
     coins_BN: Tensor

@@ -127,10 +127,17 @@ def certify_cell(cell: Cell, rule: Rule | None = None) -> Result:
     """Compare every law of the cell, in rational arithmetic."""
     start = time.perf_counter()
     worst, where, num_laws = Fraction(0), "", 0
-    for name, distance in distances(cell, rule or RULES[cell.rule]):
-        num_laws += 1
-        if distance > worst:
-            worst, where = distance, name
+    try:
+        for name, distance in distances(cell, rule or RULES[cell.rule]):
+            num_laws += 1
+            if distance > worst:
+                worst, where = distance, name
+    except Exception as error:  # whatever a user's rule raises
+        raise ValueError(
+            f"rule {cell.rule!r} failed on {cell.siblings} drafts, tree {cell.tree}, law "
+            f"{num_laws + 1}: {type(error).__name__}: {error}; a rule is called as "
+            "verify(tree, laws, random), judges the drafts of --drafts, and returns a Verdict"
+        ) from error
     seconds = time.perf_counter() - start
     return Result(cell=cell, distance=worst, where=where, num_laws=num_laws, seconds=seconds)
 

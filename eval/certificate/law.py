@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -38,6 +39,10 @@ class Proposal:
     """Indexed by node: the law its token was drawn from, None for one that was chosen."""
 
 
+MOST_READS = 10_000
+"""Coins and draws of one process; a rule that asks for more is taken to never end."""
+
+
 class Branching:
     """Randomness that follows a script, then takes first options, and notes what it left out."""
 
@@ -56,6 +61,10 @@ class Branching:
 
     def pick(self, depth: int, shares: Sequence[Any]) -> int:  # noqa: ARG002
         """Every outcome of positive share."""
+        return self.branch(shares)
+
+    def branch(self, shares: Sequence[Any]) -> int:
+        """Every outcome of positive share, of a choice that no key names."""
         return self._choose([_fraction(share) for share in shares])
 
     def draw(self, depth: int, weights: Weights) -> int:  # noqa: ARG002
@@ -65,6 +74,11 @@ class Branching:
     draw_rest = draw
 
     def _choose(self, weights: list[Fraction]) -> int:
+        if self._num_read >= MOST_READS:
+            raise ValueError(
+                f"a round read more than {MOST_READS} coins; a rule must end, and a certificate "
+                "takes trees of a few nodes"
+            )
         if self._num_read == len(self.script):
             first, *others = [option for option, weight in enumerate(weights) if weight > 0]
             self.alternatives += [[*self.script, other] for other in others]
@@ -103,10 +117,68 @@ def speculative_round(
 
     def run(text: Text, random: Branching) -> Text:
         proposal = propose(text, random)
-        verdict = verify(proposal.tree, NodeLaws(language, text, proposal), random)
+        verdict = verify(proposal.tree, NodeLaws(language, text, proposal), Reads(random))
         return (*(proposal.tree.tokens[node] for node in verdict.path), verdict.token)
 
     return run
+
+
+class Reads:
+    """A round's noise as a rule sees it: what it reads twice is one coin, as in decoding.
+
+    Coins and picks have a coin for each depth and slot (a pick's is slot 0), draws from p and from
+    what a rejection left one for each depth: see `outrider.eval.noise.KeyedNoise`.
+    """
+
+    def __init__(self, random: Branching) -> None:
+        self._random = random
+        self._known: dict[tuple[str, int, int], tuple[list[Fraction], int, Part]] = {}
+
+    def coin(self, depth: int, slot: int, probability: Any) -> bool:  # noqa: ANN401 (any number)
+        """Both sides of a coin, but for those of probability zero."""
+        chance = _fraction(probability)
+        if not 0 <= chance <= 1:
+            raise ValueError(f"a coin has probability {chance}; it must lie in [0, 1]")
+        return self._read(("accept", depth, slot), [chance, 1 - chance]) == 0
+
+    def pick(self, depth: int, shares: Sequence[Any]) -> int:
+        """Every outcome of positive share."""
+        return self._read(("accept", depth, 0), shares)
+
+    def draw(self, depth: int, weights: Weights) -> int:
+        """Every token of positive weight."""
+        return self._read(("target", depth, 0), weights)
+
+    def draw_rest(self, depth: int, weights: Weights) -> int:
+        """Every token of positive weight."""
+        return self._read(("rest", depth, 0), weights)
+
+    def _read(self, key: tuple[str, int, int], weights: Any) -> int:  # noqa: ANN401
+        shares = [_fraction(weight) for weight in weights]
+        whole = (Fraction(0), Fraction(1))
+        if key not in self._known:
+            option = self._random.branch(shares)
+            self._known[key] = (shares, option, whole)
+            return option
+        before, option, within = self._known[key]
+        low, high = _parts(before, within)[option]
+        parts = _parts(shares, (low, high))
+        option = self._random.branch([last - first for first, last in parts])
+        self._known[key] = (shares, option, (low, high))
+        return option
+
+
+Part: TypeAlias = tuple[Fraction, Fraction]
+
+
+def _parts(shares: Sequence[Fraction], within: Part) -> list[Part]:
+    """The pieces of [0, 1) that outcomes of these shares get, as far as they lie within one."""
+    low, high = within
+    total, edges = sum(shares), [Fraction(0)]
+    for share in shares:
+        edges.append(edges[-1] + share / total)
+    pieces = [(max(low, first), min(high, last)) for first, last in pairwise(edges)]
+    return [(first, max(first, last)) for first, last in pieces]
 
 
 class NodeLaws:

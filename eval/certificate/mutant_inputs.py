@@ -188,9 +188,24 @@ def one_coin_used_twice(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
 
 
 def tries_twice(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
-    """Sample-and-match that draws again when the first token was not drafted."""
+    """Sample-and-match that draws again, by other coins, when the first token was not drafted."""
+
+    class Again(Noise):
+        def draw(self, depth: int, weights: Weights) -> int:
+            return self.random.draw_rest(depth, weights)
+
     first = match(tree, laws, random)
-    return first if first.path else match(tree, laws, random)
+    return first if first.path else match(tree, laws, Again(random, laws, tree))
+
+
+def siblings_share_a_coin(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
+    """One coin of a depth for all its siblings: the second is judged by what refused the first."""
+
+    class Faulty(Noise):
+        def coin(self, depth: int, slot: int, probability: Any) -> bool:  # noqa: ANN401, ARG002
+            return self.random.coin(depth, 0, probability)
+
+    return recursive(tree, laws, Faulty(random, laws, tree))
 
 
 def ends_on_the_deepest_law(tree: Tree, laws: Laws, random: Randomness) -> Verdict:

@@ -123,6 +123,7 @@ MUTANTS = {
     "root law at every node": _of_rule("without", _APART, _TREE, inputs.root_laws_everywhere),
     "without, judged alike": _of_rule("without", _APART, _PAIR, inputs.judges_siblings_alike),
     "subtracts the token only": _of_rule("without", _APART, _PAIR, rules.subtracts_the_token_only),
+    "siblings share a coin": _of_rule("iid", _ALIKE, _PAIR, inputs.siblings_share_a_coin),
     "forgets the first refusal": _of_rule("iid", _ALIKE, _PAIR, rules.forgets_the_first_refusal),
     "K-SEQ divisor too small": _of_rule("k_sequential", _ALIKE, _PAIR, rules.divisor_too_small),
     "K-SEQ residual of one draft": _of_rule(

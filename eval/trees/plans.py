@@ -176,18 +176,24 @@ def read_static(path: Path, *, label: str = "static") -> StaticPlan:
     """Read what `write_static` wrote. Raises ValueError for any other file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        found = tuple(tuple(int(rank) for rank in one) for one in record["paths"])
+        found = tuple(tuple(_rank(rank) for rank in one) for one in record["paths"])
     except OSError as error:
         raise ValueError(
             f"the static tree {path} cannot be read ({error.strerror}); name a file of outrider "
             "tree"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:  # JSON that is not a tree's, too
         raise ValueError(
             f"{path} is not a static tree; name a file of outrider tree, which holds `paths`, each "
             "a list of ranks from the root"
         ) from error
     return StaticPlan(found, label)
+
+
+def _rank(value: object) -> int:
+    if type(value) is not int:  # neither a float nor true
+        raise TypeError(f"rank {value!r} is not a whole number")
+    return value
 
 
 def _at_least_one(name: str, value: int) -> None:

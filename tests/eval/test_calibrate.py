@@ -161,5 +161,9 @@ def test_bad_trees_and_files_are_refused(tmp_path):
     (tmp_path / "other.json").write_text('{"tree": 3}')
     with pytest.raises(ValueError, match="is not a static tree; name a file of outrider tree"):
         plan_named(f"static:{tmp_path / 'other.json'}")
+    for rank in ("Infinity", "0.9", "true", '"0"'):
+        (tmp_path / "odd.json").write_text(f'{{"paths": [[{rank}]]}}')
+        with pytest.raises(ValueError, match="is not a static tree"):
+            plan_named(f"static:{tmp_path / 'odd.json'}")
     with pytest.raises(ValueError, match="nodes is 0; draft at least 1"):
         grow_by_hits(random_ranks(0), 0)

@@ -6,6 +6,7 @@ import pytest
 
 from outrider.eval.certificate import grid
 from outrider.scripts.certify_command import main
+from outrider.scripts.cli import main as outrider
 
 ONE = ["--processes", "1"]
 
@@ -89,3 +90,25 @@ def test_what_cannot_be_certified_is_refused(arguments, message):
 def test_two_processes_give_the_same_table():
     cells = [cell for cell in grid.grid() if cell.tree == "[1,2]" and cell.rule == "without"]
     assert [one.distance for one in grid.certify_all(cells, processes=2)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("return None", "AttributeError"),
+        ("return Verdict(path=(7, 99), token=0)", "IndexError"),
+    ],
+)
+def test_a_rule_that_fails_is_named_with_its_tree(tmp_path, monkeypatch, capsys, body, said):
+    monkeypatch.chdir(tmp_path)
+    name = f"rule_{abs(hash(body))}"
+    lines = ["from outrider.eval.rules.verdict import Verdict", "def mine(tree, laws, random):"]
+    (tmp_path / f"{name}.py").write_text("\n".join([*lines, f"    {body}"]) + "\n")
+    command = ["certify", "--rule", f"{name}:mine", "--tree", "[2,1]", "--processes", "1"]
+    with pytest.raises(SystemExit) as stopped:
+        outrider(command)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert f"rule '{name}:mine' failed on iid drafts, tree [2,1], law 1" in message
+    assert said in message

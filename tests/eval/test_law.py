@@ -12,6 +12,7 @@ from outrider.eval.certificate.law import (
     Branching,
     Language,
     Proposal,
+    Reads,
     certify,
     distance,
     emitted_law,
@@ -207,9 +208,13 @@ def does_not_renormalise(tree, laws, random):
 
 
 def tries_twice(tree, laws, random):
-    """Sample-and-match that draws again when the first token was not drafted."""
+    """Sample-and-match that draws again, by another coin, when the first was not drafted."""
+
+    class Again:
+        draw = staticmethod(random.draw_rest)
+
     first = rules.match(tree, laws, random)
-    return first if first.path else rules.match(tree, laws, random)
+    return first if first.path else rules.match(tree, laws, Again)
 
 
 def ends_on_the_deepest_law(tree, laws, random):
@@ -304,3 +309,42 @@ def test_laws_start_where_asked():
 def test_a_coin_outside_zero_to_one_is_refused():
     with pytest.raises(ValueError, match=r"probability 3/2; it must lie in \[0, 1\]"):
         Branching().coin(0, 0, Fraction(3, 2))
+
+
+def test_a_coin_read_twice_is_one_coin():
+    def run(random):
+        noise = Reads(random)
+        first = noise.coin(0, 1, Fraction(1, 3))
+        again = noise.coin(0, 1, Fraction(1, 2))
+        picked = noise.pick(0, [Fraction(1, 4), Fraction(3, 4)])
+        coin = noise.coin(0, 0, Fraction(1, 2))  # a pick's coin is that of slot 0
+        apart = noise.draw(0, [1, 1]), noise.draw_rest(0, [1, 1])
+        return first, again, picked, coin, apart
+
+    found = Counter()
+    for weight, outcome in outcomes(run):
+        found[outcome] += weight
+    assert sum(found.values()) == 1
+    # One uniform u: first is u < 1/3, again u < 1/2. Another v: picked is v >= 1/4, coin v < 1/2.
+    pairs = {
+        (True, True): Fraction(1, 3),
+        (False, True): Fraction(1, 6),
+        (False, False): Fraction(1, 2),
+    }
+    others = {(0, True): Fraction(1, 4), (1, True): Fraction(1, 4), (1, False): Fraction(1, 2)}
+    expected = {
+        (*one, *other, apart): chance * share / 4
+        for one, chance in pairs.items()
+        for other, share in others.items()
+        for apart in itertools.product(range(2), repeat=2)
+    }
+    assert dict(found) == expected
+
+
+def test_a_rule_that_never_ends_is_stopped():
+    def run(random):
+        while random.coin(0, 0, Fraction(1, 2)) or True:
+            pass
+
+    with pytest.raises(ValueError, match="more than 10000 coins"):
+        list(outcomes(run))
