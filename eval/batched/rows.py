@@ -85,18 +85,20 @@ def draw(weights_XV: Tensor, coins_X: Tensor) -> Tensor:
 
 
 def first_max(weights_XV: Tensor) -> Tensor:
-    """The token of the largest weight, the lowest id among equals: int64 [X]."""
+    """The token of the largest weight, the lowest id among equals, -1 beside NaN: int64 [X]."""
     vocab = weights_XV.shape[-1]
     num_whole = vocab // BLOCK
     tops = weights_XV[..., : num_whole * BLOCK].unflatten(-1, (num_whole, BLOCK)).amax(-1)
     if vocab % BLOCK:
         tail = weights_XV[..., num_whole * BLOCK :].amax(-1, keepdim=True)
         tops = torch.cat([tops, tail], -1)
-    block_X = _first(tops == tops.amax(-1, keepdim=True))
+    peak_X1 = tops.amax(-1, keepdim=True)
+    block_X = _first(tops == peak_X1)
     ids_XW = block_X[..., None] * BLOCK + torch.arange(BLOCK, device=block_X.device)
     # Beyond the vocabulary the last token again: it never comes before itself.
     inside_XW = weights_XV.gather(-1, ids_XW.clamp(max=vocab - 1))
-    return block_X * BLOCK + _first(inside_XW == inside_XW.amax(-1, keepdim=True))
+    token_X = block_X * BLOCK + _first(inside_XW == inside_XW.amax(-1, keepdim=True))
+    return torch.where(peak_X1[..., 0].isnan(), -1, token_X)
 
 
 def _first(is_it_XN: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Batched verification in float32 at vocabulary size, its law by betting, compiled and captured."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -326,3 +327,17 @@ def test_a_rule_refuses_what_it_is_not_exact_for():
         shapes_of([])
     with pytest.raises(ValueError, match="no verification rule called 'typical'"):
         verify_batch("typical", good(), noise)
+
+
+@pytest.mark.parametrize("vocab", [5, 3000])
+def test_a_law_that_is_not_a_number_is_a_defect(vocab):
+    p_BNV = torch.full((1, 1, vocab), 1 / vocab)
+    p_BNV[0, 0, vocab // 2] = math.nan
+    drafts = Drafts(
+        shapes=shapes_of([(-1,)]),
+        siblings=Siblings.NONE,
+        tokens_BN=torch.zeros(1, 1, dtype=torch.int64),
+        p_BNV=p_BNV,
+    )
+    for name in ("greedy", "match"):
+        assert verify_batch(name, drafts, noise_for(drafts.shapes)).is_defect_B.all(), name
