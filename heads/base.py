@@ -8,6 +8,7 @@ Letters: B rows, T positions, N any positions, P predicted tokens, K steps, F fu
 H target hidden size, D draft hidden size, V target vocabulary, W draft vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
@@ -40,7 +41,7 @@ class Predicted(NamedTuple):
     """What the output head multiplies."""
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A draft head. Parameters bear the published names; `attach` lends it the target's tables."""
 
     config: HeadConfig
@@ -128,10 +129,11 @@ class DraftHead(nn.Module):
 
     # Running it
 
+    @abstractmethod
     def project(self, aux_BTF: Tensor | None, last_BTH: Tensor | None) -> Tensor:
         """What `step` and `unroll` take as feature, from the target's states; [B, T, D]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(
         self,
         feature_BTD: Tensor,
@@ -147,8 +149,8 @@ class DraftHead(nn.Module):
         k - 1 returned. ids are the tokens that FOLLOW the features, positions those of the
         features. mask is bool [B, 1, T, S] with S cached plus new entries; None is causal.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def unroll(
         self, feature_BTD: Tensor, ids_BT: Tensor, position_BT: Tensor, plan: RowPlan
     ) -> list[Tensor]:
@@ -156,7 +158,6 @@ class DraftHead(nn.Module):
 
         feature is what `project` returned; position restarts in every document.
         """
-        raise NotImplementedError
 
     def predict(self, states: States, plan: RowPlan, dtype: torch.dtype | None = None) -> Predicted:
         """The loss pairs of a plan, differentiable; dtype is that of computation."""
@@ -184,9 +185,9 @@ class DraftHead(nn.Module):
         """Whether its logits get the target's own scale and cap."""
         return False
 
+    @abstractmethod
     def output_input(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """What the output head multiplies, from what `step` returned at this depth."""
-        raise NotImplementedError
 
     def output_weights(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Rows of the output head for proposable draft ids: one for all depths, or one for each.

@@ -5,6 +5,7 @@ Each head's own config extends one of these and stands beside its network.
 
 import itertools
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
@@ -15,7 +16,7 @@ from outrider.heads.rope import rope_settings, rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadConfig(ABC):
     """What fixes the shape and the arithmetic of any head."""
 
     KINDS: ClassVar[tuple[str, ...]] = ()
@@ -113,18 +114,18 @@ class HeadConfig:
         return sys.maxsize
 
     @property
+    @abstractmethod
     def activation_width(self) -> int:
         """Numbers kept for the backward pass by one row of one draft step; a rough figure."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_target(
         cls,
         target: PreTrainedConfig | Mapping[str, Any],
         **settings: Any,  # noqa: ANN401 - checked by the constructor
     ) -> Self:
         """Geometry for a target given as its transformers config or the dictionary of one."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy; `from_dict` reads it back."""

@@ -4,6 +4,7 @@ Letters: B rows, T positions, N any positions, P predicted tokens, K steps, A qu
 E head size, D draft hidden size.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -67,25 +68,25 @@ class DecoderHead(DraftHead):
 class RecurrentHead(DecoderHead):
     """A head whose output stands in for the next state: EAGLE and MTP."""
 
+    @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
         """The layer's weights, cast if asked: once per training step, never for inference."""
-        raise NotImplementedError
 
     @override
+    @abstractmethod
     def project(
         self, aux_BTF: Tensor | None, last_BTH: Tensor | None, weights: Weights | None = None
-    ) -> Tensor:
-        raise NotImplementedError
+    ) -> Tensor: ...
 
+    @abstractmethod
     def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Attention input and residual from features and next tokens."""
-        raise NotImplementedError
 
     @override
+    @abstractmethod
     def output_input(
         self, hidden: Tensor, depth: int = 0, weights: Weights | None = None
-    ) -> Tensor:
-        raise NotImplementedError
+    ) -> Tensor: ...
 
     @override
     def step(

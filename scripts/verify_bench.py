@@ -62,7 +62,7 @@ class Settings:
     vocab: int = 128_000
     batch: tuple[int, ...] = (1, 8)
     """Rounds verified at once."""
-    threads: tuple[int, ...] = (1,)
+    threads: tuple[int, ...] = (1, 2)
     """CPU threads; with more the floor, one large sum, gains most."""
     repeats: int = 15
     """Timed calls of the round and of the floor, in turn; three more warm up."""

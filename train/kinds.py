@@ -149,6 +149,19 @@ class DepthHeadsSettings(HeadSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DepthHeadsRun(Settings):
+    """Settings of heads that each draft one depth: as many steps as heads."""
+
+    head: DepthHeadsSettings
+    objective: ObjectiveSettings
+
+    @property
+    @override
+    def num_steps(self) -> int:
+        return self.head.num_draft_heads
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaHeadSettings(DepthHeadsSettings):
     """The heads' geometry; everything left out follows the target's config."""
 
@@ -157,19 +170,13 @@ class MedusaHeadSettings(DepthHeadsSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaRun(Settings):
+class MedusaRun(DepthHeadsRun):
     """Train Medusa heads on the features of a frozen target.
 
     Settings come from a recipe file (--recipe) and from flags; flags win.
     """
 
     head: MedusaHeadSettings
-    objective: ObjectiveSettings
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return self.head.num_draft_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,19 +199,13 @@ class HydraHeadSettings(DepthHeadsSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HydraRun(Settings):
+class HydraRun(DepthHeadsRun):
     """Train Hydra heads on the features of a frozen target.
 
     Settings come from a recipe file (--recipe) and from flags; flags win.
     """
 
     head: HydraHeadSettings
-    objective: ObjectiveSettings
-
-    @property
-    @override
-    def num_steps(self) -> int:
-        return self.head.num_draft_heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def rest_weights(p_BV: Tensor, q_BV: Tensor, rho_B: Tensor, count_B: Tensor) -> 
 
 
 def divisor(p_BV: Tensor, q_BV: Tensor, count_B: Tensor, num_steps: int) -> Tensor:
-    """The least multiple of 2^-10 at which K-SEQ is exact, or a larger one: float64 [B].
+    """The least multiple of 2^-16 at which K-SEQ is exact, or a larger one: float64 [B].
 
     Exact for any rho with spare(rho) = rho beta - 1 + (1 - beta)^K >= 0, beta = sum min(p/rho, q).
     The root is between 1 and K: regula falsi with the Illinois rule, then the tick above the lower

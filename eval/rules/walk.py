@@ -20,7 +20,7 @@ from outrider.eval.rules.verdict import (
 )
 from outrider.eval.trees.tree import Tree
 
-_RHO_STEPS, RHO_TICKS = 24, 1 << 10
+_RHO_STEPS, RHO_TICKS = 24, 1 << 16
 
 
 def greedy(tree: Tree, laws: Laws, random: Randomness) -> Verdict:
@@ -185,7 +185,7 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
     """The divisor of K-SEQ: least rho in [1, K] with 1 - (1 - beta)^K <= rho beta, rounded up.
 
     beta = sum min(p/rho, q). The root is irrational and any rho above it is exact too, as the
-    condition is monotone: it is found in floats, and then moved up to a multiple of 2^-10 at which
+    condition is monotone: it is found in floats, and then moved up to a multiple of 2^-16 at which
     the condition holds in the weights' own arithmetic.
     """
     is_exact = str(getattr(p, "dtype", "")) == "object"

@@ -16,7 +16,6 @@ from outrider.eval.batched.tie import random_problem, to_batch
 from outrider.eval.certificate.eprocess import EProcess, draws_needed
 from outrider.eval.rules import RULES
 from outrider.eval.rules.verdict import Siblings
-from outrider.eval.rules.walk import RHO_TICKS
 
 FIELDS = ("paths_BD", "lengths_B", "tokens_B", "num_degenerate_B", "is_defect_B")
 
@@ -121,10 +120,10 @@ def test_the_divisor_is_enough_and_close_to_the_least():
         beta = torch.minimum(p / rho[:, None], q).sum(-1)
         assert (1 - (1 - beta) ** count <= rho * beta).all()
         least = divisor(p, q, torch.full((20,), count), 40)
-        less = least - 2 / RHO_TICKS
+        less = least - 2**-15
         beta = torch.minimum(p / less[:, None], q).sum(-1)
         assert ((1 - (1 - beta) ** count > less * beta) | (least == 1)).all()
-        assert (rho < 1.001 * least + 1 / RHO_TICKS).all()
+        assert (rho < 1.001 * least).all()
 
 
 # The law of the first token, by betting: no enumeration, so it would do for any kernel.
