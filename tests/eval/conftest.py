@@ -1,6 +1,6 @@
 """A tiny random target, text of its own, and a head that has learned it from other text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
+from outrider.eval.decode import Decoded, Decoding, decode
+from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
+from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.scores import Score
 from outrider.eval.offline.texts import Text
+from outrider.eval.offline.traces import Trace
+from outrider.eval.offline.tree import score_tree
+from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
 from outrider.heads import CONFIGS, HEADS, DraftHead, EagleConfig, EagleHead, RowPlan, States
 from outrider.heads.fused import score_pairs, teacher_of
 
@@ -156,3 +163,39 @@ def train_head() -> Callable[..., DraftHead]:
         return head.eval().requires_grad_(requires_grad=False)
 
     return train
+
+
+@pytest.fixture(scope="session")
+def loop() -> Callable[..., list[Decoded]]:
+    """Decodes every prompt with the noise that its text was made with."""
+
+    def run(
+        target: Target, head: DraftHead, texts: Sequence[Text], draft: str, decoding: Decoding
+    ) -> list[Decoded]:
+        temperature = decoding.sampling.temperature if decoding.rule == "rejection" else 0.0
+        return [
+            decode(
+                target,
+                text.prompt_ids,
+                HeadDrafter(head, plan_named(draft), temperature=temperature),
+                decoding,
+                row=int(text.row_id.split("-")[1]),
+            )
+            for text in texts
+        ]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def offline() -> Callable[..., Score]:
+    """Scores a chain or a tree on a trace."""
+
+    def score(head: DraftHead, trace: Trace, target: Target, draft: str, rule: str) -> Score:
+        plan = plan_named(draft)
+        if isinstance(plan, TreePlan):
+            return score_tree(head, trace, target, plan, rule=rule)
+        assert isinstance(plan, ChainPlan)
+        return score_chain(head, trace, target, lengths=[plan.length], rule=rule)[plan.length]
+
+    return score

@@ -11,15 +11,12 @@ import torch
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.cost import cost
-from outrider.eval.decode import Decoded, Decoding, decode
+from outrider.eval.decode import Decoding
 from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.metrics import count
 from outrider.eval.noise import KeyedNoise
-from outrider.eval.offline.chain import score_chain
-from outrider.eval.offline.scores import Score
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import build_trace
-from outrider.eval.offline.tree import score_tree
 from outrider.eval.stats import ratio
 from outrider.eval.trees.calibrate import text_ranks
 from outrider.eval.trees.plans import ChainPlan, DrawnPlan, StaticPlan, TreePlan, plan_named
@@ -55,30 +52,6 @@ def make_head(
     return make
 
 
-def loop(
-    target: Target, head: DraftHead, texts: list[Text], draft: str, decoding: Decoding
-) -> list[Decoded]:
-    temperature = decoding.sampling.temperature if decoding.rule == "rejection" else 0.0
-    return [
-        decode(
-            target,
-            text.prompt_ids,
-            HeadDrafter(head, plan_named(draft), temperature=temperature),
-            decoding,
-            row=int(text.row_id.split("-")[1]),
-        )
-        for text in texts
-    ]
-
-
-def offline(head: DraftHead, trace: Any, target: Target, draft: str, rule: str) -> Score:
-    plan = plan_named(draft)
-    if isinstance(plan, TreePlan):
-        return score_tree(head, trace, target, plan, rule=rule)
-    assert isinstance(plan, ChainPlan)
-    return score_chain(head, trace, target, lengths=[plan.length], rule=rule)[plan.length]
-
-
 # Medusa's three heads are fewer than the longest of these ask for.
 @pytest.mark.parametrize("draft", ["chain:1", "chain:3", "chain:5", "tree:3,4,9", "tree:5,3,12"])
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -89,6 +62,8 @@ def test_greedy_output_is_plain_decodings_and_rounds_are_the_offline_ones(
     make_head: MakeHead,
     greedy_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), greedy_texts[:NUM_EXACT]
     trace = build_trace(tiny_target, texts, tmp_path, sampling=Sampling(), layers=())
@@ -111,6 +86,8 @@ def test_sampled_tau_lies_in_the_loops_interval(
     make_head: MakeHead,
     sampled_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), sampled_texts[:NUM_CHANCE]
     trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=())
@@ -131,6 +108,8 @@ def test_match_with_the_same_noise_takes_the_same_rounds(
     make_head: MakeHead,
     sampled_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), sampled_texts[:NUM_EXACT]
     trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=())

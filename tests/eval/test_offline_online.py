@@ -1,23 +1,20 @@
 """Offline scores are what the decode loop does: equal rounds where nothing is random, else a CI."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.decode import Decoded, Decoding, decode
-from outrider.eval.drafters.head import HeadDrafter
+from outrider.eval.decode import Decoding
 from outrider.eval.metrics import count
-from outrider.eval.offline.chain import score_chain
-from outrider.eval.offline.scores import Score
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace, build_trace
-from outrider.eval.offline.tree import score_tree
 from outrider.eval.stats import ratio
-from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
+from outrider.eval.trees.plans import plan_named
 from outrider.heads import EagleHead
 
 LAYERS, LENGTH = (1, 3, 5), 24
@@ -26,32 +23,6 @@ WARM = Sampling(temperature=1.0)
 
 def trace_of(target: Target, texts: list[Text], folder: Path, sampling: Sampling) -> Trace:
     return build_trace(target, texts, folder, sampling=sampling, layers=LAYERS)
-
-
-def run(
-    target: Target, head: EagleHead, texts: Sequence[Text], draft: str, decoding: Decoding
-) -> list[Decoded]:
-    """Decode every prompt with the noise that its text was made with."""
-    is_drawn = decoding.rule == "rejection"
-    temperature = decoding.sampling.temperature if is_drawn else 0.0
-    return [
-        decode(
-            target,
-            text.prompt_ids,
-            HeadDrafter(head, plan_named(draft), temperature=temperature),
-            decoding,
-            row=int(text.row_id.split("-")[1]),
-        )
-        for text in texts
-    ]
-
-
-def offline(head: EagleHead, trace: Trace, target: Target, draft: str, rule: str) -> Score:
-    plan = plan_named(draft)
-    if isinstance(plan, TreePlan):
-        return score_tree(head, trace, target, plan, rule=rule)
-    assert isinstance(plan, ChainPlan)
-    return score_chain(head, trace, target, lengths=[plan.length], rule=rule)[plan.length]
 
 
 # Few and short: decoding is the slow side of these tests.
@@ -66,11 +37,13 @@ def test_greedy_round_counts_equal_per_prompt(
     tiny_head: EagleHead,
     greedy_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     texts = greedy_texts[:NUM_EXACT]
     trace = trace_of(tiny_target, texts, tmp_path, Sampling())
     score = offline(tiny_head, trace, tiny_target, draft, "greedy")
-    decoded = run(tiny_target, tiny_head, texts, draft, Decoding(max_new_tokens=LENGTH))
+    decoded = loop(tiny_target, tiny_head, texts, draft, Decoding(max_new_tokens=LENGTH))
     assert [one.ids for one in decoded] == [text.answer_ids for text in texts]
     assert [len(one.rounds) for one in decoded] == score.rounds_R.tolist()
     depth = plan_named(draft).depth
@@ -88,12 +61,14 @@ def test_match_with_the_same_noise_takes_the_same_rounds(
     tiny_head: EagleHead,
     sampled_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     texts = sampled_texts[:NUM_EXACT]
     trace = trace_of(tiny_target, texts, tmp_path, WARM)
     score = offline(tiny_head, trace, tiny_target, draft, "match")
     decoding = Decoding(max_new_tokens=LENGTH, sampling=WARM, rule="match")
-    decoded = run(tiny_target, tiny_head, texts, draft, decoding)
+    decoded = loop(tiny_target, tiny_head, texts, draft, decoding)
     assert [one.ids for one in decoded] == [text.answer_ids for text in texts]
     assert [len(one.rounds) for one in decoded] == score.rounds_R.tolist()
     hits = score.hit_RK.sum(0) / score.rounds_R.sum()
@@ -111,12 +86,14 @@ def test_sampled_tau_lies_in_the_loops_interval(
     tiny_head: EagleHead,
     sampled_texts: list[Text],
     tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     texts = sampled_texts[:NUM_CHANCE]
     trace = trace_of(tiny_target, texts, tmp_path, WARM)
     score = offline(tiny_head, trace, tiny_target, draft, rule)
     decoding = Decoding(max_new_tokens=LENGTH, sampling=WARM, rule=rule, seed=11)
-    decoded = run(tiny_target, tiny_head, texts, draft, decoding)
+    decoded = loop(tiny_target, tiny_head, texts, draft, decoding)
     emitted = [float(sum(one.emitted for one in run.rounds)) for run in decoded]
     rounds = [float(len(run.rounds)) for run in decoded]
     interval = ratio(emitted, rounds, confidence=0.99)
@@ -131,7 +108,11 @@ def test_sampled_tau_lies_in_the_loops_interval(
 
 
 def test_a_tree_of_width_one_is_a_chain(
-    tiny_target: Target, tiny_head: EagleHead, sampled_texts: list[Text], tmp_path: Path
+    tiny_target: Target,
+    tiny_head: EagleHead,
+    sampled_texts: list[Text],
+    tmp_path: Path,
+    offline: Callable[..., Any],
 ) -> None:
     trace = trace_of(tiny_target, sampled_texts, tmp_path, WARM)
     chain = offline(tiny_head, trace, tiny_target, "chain:3", "match")
@@ -142,7 +123,12 @@ def test_a_tree_of_width_one_is_a_chain(
 
 
 def test_past_the_heads_positions_nothing_is_drafted(
-    tiny_target: Target, tiny_head: EagleHead, greedy_texts: list[Text], tmp_path: Path
+    tiny_target: Target,
+    tiny_head: EagleHead,
+    greedy_texts: list[Text],
+    tmp_path: Path,
+    loop: Callable[..., Any],
+    offline: Callable[..., Any],
 ) -> None:
     texts = greedy_texts[:4]
     trace = trace_of(tiny_target, texts, tmp_path, Sampling())
@@ -151,14 +137,18 @@ def test_past_the_heads_positions_nothing_is_drafted(
         object.__setattr__(whole, "max_position_embeddings", 14)
         for draft in ("chain:3", "tree:3,2,5"):
             score = offline(tiny_head, trace, tiny_target, draft, "greedy")
-            decoded = run(tiny_target, tiny_head, texts, draft, Decoding(max_new_tokens=LENGTH))
+            decoded = loop(tiny_target, tiny_head, texts, draft, Decoding(max_new_tokens=LENGTH))
             assert [len(one.rounds) for one in decoded] == score.rounds_R.tolist()
     finally:
         object.__setattr__(whole, "max_position_embeddings", 256)
 
 
 def test_trees_refuse_chain_rules(
-    tiny_target: Target, tiny_head: EagleHead, sampled_texts: list[Text], tmp_path: Path
+    tiny_target: Target,
+    tiny_head: EagleHead,
+    sampled_texts: list[Text],
+    tmp_path: Path,
+    offline: Callable[..., Any],
 ) -> None:
     trace = trace_of(tiny_target, sampled_texts, tmp_path, WARM)
     with pytest.raises(ValueError, match="for a tree use match or point_mass"):
