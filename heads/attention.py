@@ -1,6 +1,8 @@
 """Attention of unrolled draft steps: one causal block shared by all steps, and own keys after it.
 
-Row t at step k sees the step-0 keys of its document up to t, and its own keys of steps 1..k. The
+Row t at step k sees the step-0 keys of its document up to t, and its own keys of steps 1..k. With a
+window of w it sees, as in drafting, the last w positions up to its own, t + k: the step-0 keys
+after t + k - w and the own keys of the steps after k - w (`narrow` and `own_in_window`). The
 causal part runs block by block over (rows, keys) of one document, and the backward pass computes
 the probabilities again, so memory grows with the length and not with its square.
 
@@ -24,6 +26,34 @@ class Block(NamedTuple):
     key_stop: int
     hidden: Tensor
     """Bool [rows, last keys]: True where the key comes after the row."""
+    early: Tensor | None = None
+    """Bool [rows, first keys]: True where the key is before the row's window."""
+
+
+def narrow(blocks: Sequence[Block], row_N: Tensor, window: int | None, step: int) -> list[Block]:
+    """The blocks at a step of rows that see `window` positions; all of them for None."""
+    if window is None:
+        return list(blocks)
+    return [_narrow(block, row_N, step - window) for block in blocks]
+
+
+def _narrow(block: Block, row_N: Tensor, last: int) -> Block:
+    """Row t sees no key up to t + last."""
+    tail = block.hidden.shape[1]
+    low, high = block.key_stop - 1 - tail, block.key_stop - 1  # first and last row's own position
+    start = min(max(block.key_start, low + last + 1), block.key_stop)
+    num_early = min(high + last, high) + 1 - start
+    early = None
+    if num_early > 0:
+        key = torch.arange(start, start + num_early, device=row_N.device)
+        early = key[None] <= row_N[block.row_start : block.row_stop, None] + last
+    hidden = block.hidden[:, max(0, tail - (block.key_stop - start)) :]
+    return block._replace(key_start=start, hidden=hidden, early=early)
+
+
+def own_in_window(own: Sequence[Tensor], window: int | None, step: int) -> Sequence[Tensor]:
+    """Of the own keys or values of steps 1 .. `step`, those in the window."""
+    return own if window is None else own[max(0, step - window) :]
 
 
 def chain_attention(
@@ -59,11 +89,12 @@ def _own_scores(q_NKGE: Tensor, own: Sequence[Tensor]) -> Tensor:
 def _probs(q_KXE: Tensor, keys_KSE: Tensor, own_NKGJ: Tensor | None, block: Block) -> Tensor:
     """Probabilities [K, X, S + J], fp32 or better."""
     scores = q_KXE @ keys_KSE.transpose(1, 2)
-    tail = block.hidden.shape[1]
-    if tail:
-        group = q_KXE.shape[1] // block.hidden.shape[0]
-        wide = scores.unflatten(1, (-1, group))[..., -tail:]
-        wide.masked_fill_(block.hidden[None, :, None], float("-inf"))
+    wide = scores.unflatten(1, (block.row_stop - block.row_start, -1))
+    if tail := block.hidden.shape[1]:
+        wide[..., -tail:].masked_fill_(block.hidden[None, :, None], float("-inf"))
+    if block.early is not None:
+        first = block.early.shape[1]
+        wide[..., :first].masked_fill_(block.early[None, :, None], float("-inf"))
     if own_NKGJ is not None:
         scores = torch.cat([scores, _part(own_NKGJ, block)], dim=-1)
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))

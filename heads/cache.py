@@ -1,29 +1,58 @@
-"""Keys and values of a draft layer, preallocated so that a draft step copies nothing old.
+"""Keys and values of a draft's layers, preallocated so that a draft step copies nothing old.
 
 Letters: B rows, T new entries, S all entries, A key-value heads, E head size.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Entries(NamedTuple):
+    """All entries of a layer so far; views that the next step leaves as they are."""
+
+    key_BASE: Tensor
+    value_BASE: Tensor
+    position_BS: Tensor | None
+    """Kept for layers with a window."""
+
+
 class HeadCache:
-    """Grows by doubling; entries past `length` are free. One cache per head, B rows alike."""
+    """Grows by doubling; entries past `length` are free. One cache per head, B rows alike.
+
+    A step appends to every layer in turn, so between steps all layers hold as many entries.
+    """
 
     def __init__(self, capacity: int = 256) -> None:
         self.length = 0
         self._capacity = capacity
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self._layers: dict[int, _Store] = {}
 
-    def append(self, key_BTAE: Tensor, value_BTAE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add entries; returns views [B, A, S, E] of all keys and all values so far."""
-        end = self.length + key_BTAE.shape[1]
-        key, value = self._reserve(key_BTAE, end)
-        key[:, :, self.length : end] = key_BTAE.transpose(1, 2)
-        value[:, :, self.length : end] = value_BTAE.transpose(1, 2)
+    def append(
+        self,
+        key_BTAE: Tensor,
+        value_BTAE: Tensor,
+        position_BT: Tensor | None = None,
+        layer: int = 0,
+    ) -> Entries:
+        """Add a step's entries to a layer; returns all of that layer's."""
+        num_new = key_BTAE.shape[1]
+        # Layer 0 comes first in a step and moves the end, which the others then meet.
+        start = self.length if layer == 0 else self.length - num_new
+        end = start + num_new
+        if layer not in self._layers:
+            self._layers[layer] = _Store(key_BTAE, max(self._capacity, end), position_BT)
+        store = self._layers[layer]
+        store.reserve(end)
+        store.key[:, :, start:end] = key_BTAE.transpose(1, 2)
+        store.value[:, :, start:end] = value_BTAE.transpose(1, 2)
+        position_BS = None
+        if store.position is not None and position_BT is not None:
+            store.position[:, start:end] = position_BT
+            position_BS = store.position[:, :end]
         self.length = end
-        return key[:, :, :end], value[:, :, :end]
+        return Entries(store.key[:, :, :end], store.value[:, :, :end], position_BS)
 
     def skip(self, num_rows: int) -> None:
         """Count rows of a head that attends to nothing, so that it keeps no keys."""
@@ -37,35 +66,42 @@ class HeadCache:
 
     def compact(self, keep_S: Tensor) -> None:
         """Keep only the entries with these rising indices, moved to the front."""
-        if self._key is None or self._value is None:
-            return
-        size = keep_S.shape[0]
-        self._key[:, :, :size] = self._key[:, :, keep_S]
-        self._value[:, :, :size] = self._value[:, :, keep_S]
-        self.length = size
+        for store in self._layers.values():
+            store.compact(keep_S)
+            self.length = keep_S.shape[0]
 
-    def _reserve(self, like_BTAE: Tensor, end: int) -> tuple[Tensor, Tensor]:
+
+class _Store:
+    """The tensors of one layer."""
+
+    def __init__(self, like_BTAE: Tensor, capacity: int, position_BT: Tensor | None) -> None:
         rows, _, heads, size = like_BTAE.shape
-        if self._key is None or self._value is None:
-            self._capacity = max(self._capacity, end)
-            shape = (rows, heads, self._capacity, size)
-            self._key, self._value = like_BTAE.new_zeros(shape), like_BTAE.new_zeros(shape)
-        elif end > self._capacity:
-            grown = max(2 * self._capacity, end)
-            self._key = _grow(self._key, grown)
-            self._value = _grow(self._value, grown)
-            self._capacity = grown
-        return self._key, self._value
+        self.key = like_BTAE.new_zeros((rows, heads, capacity, size))
+        self.value = torch.zeros_like(self.key)
+        self.position: Tensor | None = None
+        if position_BT is not None:
+            self.position = position_BT.new_zeros((rows, capacity))
+
+    def reserve(self, end: int) -> None:
+        """Room for entries up to `end`."""
+        if end <= self.key.shape[2]:
+            return
+        capacity = max(2 * self.key.shape[2], end)
+        self.key, self.value = _grow(self.key, capacity, 2), _grow(self.value, capacity, 2)
+        if self.position is not None:
+            self.position = _grow(self.position, capacity, 1)
+
+    def compact(self, keep_S: Tensor) -> None:
+        size = keep_S.shape[0]
+        self.key[:, :, :size] = self.key[:, :, keep_S]
+        self.value[:, :, :size] = self.value[:, :, keep_S]
+        if self.position is not None:
+            self.position[:, :size] = self.position[:, keep_S]
 
 
-def _grow(old: Tensor, capacity: int) -> Tensor:
-    rows, heads, used, size = old.shape
-    new = old.new_zeros((rows, heads, capacity, size))
-    new[:, :, :used] = old
+def _grow(old: Tensor, capacity: int, dim: int) -> Tensor:
+    shape = list(old.shape)
+    shape[dim] = capacity
+    new = old.new_zeros(shape)
+    new.narrow(dim, 0, old.shape[dim]).copy_(old)
     return new
-
-
-def causal_mask(num_new: int, num_all: int, device: torch.device) -> Tensor:
-    """Bool [1, 1, T, S]: new entry i sees everything up to itself."""
-    mask = torch.ones(num_new, num_all, dtype=torch.bool, device=device)
-    return mask.tril(num_all - num_new)[None, None]

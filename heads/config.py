@@ -141,7 +141,10 @@ class HeadConfig(ABC):
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"unknown head settings {unknown}; known are {sorted(known)}")
-        settings: dict[str, Any] = {**values, "aux_layers": tuple(values.get("aux_layers", ()))}
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
         return cls(**settings)
 
 
@@ -171,6 +174,10 @@ class DecoderConfig(HeadConfig):
                 f"({self.num_kv_heads})"
             )
         rotary(self.rope, self.head_dim)
+
+    def window(self, layer: int) -> int | None:  # noqa: ARG002 - heads with windows say of which
+        """How many positions a row of this layer sees, itself included; None is all before it."""
+        return None
 
     @property
     def activation_width(self) -> int:

@@ -9,20 +9,28 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from outrider.heads.base import DraftHead, Predicted, States
-from outrider.heads.cache import HeadCache
+from outrider.heads.cache import Entries, HeadCache
 from outrider.heads.config import DecoderConfig
-from outrider.heads.layers import Layer, Weights, attend, mlp, rms_norm, split_heads
+from outrider.heads.layers import (
+    Layer,
+    Nearness,
+    Weights,
+    attend,
+    mlp,
+    rms_norm,
+    split_heads,
+)
 from outrider.heads.plan import RowPlan
 from outrider.heads.rope import cos_sin, rotary, rotate
 from outrider.heads.unroll import unroll
 
 
 class DecoderHead(DraftHead):
-    """A head with one decoder layer like the target's own."""
+    """A head with decoder layers like the target's own."""
 
     config: DecoderConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
@@ -48,15 +56,21 @@ class DecoderHead(DraftHead):
         weights: Weights,
         cache: HeadCache | None,
         mask: Tensor | None,
+        layer: int = 0,
     ) -> Tensor:
         """Attention of T new rows over the cache and themselves, [B, T, A * E]."""
+        window = self.config.window(layer)
         q_BTAE = self.queries(x_BTD, position_BT, weights)
         key, value = self.keys_values(x_BTD, position_BT, weights)
         if cache is None:
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+            seen = Entries(key.transpose(1, 2), value.transpose(1, 2), position_BT)
         else:
-            keys, values = cache.append(key, value)
-        return attend(q_BTAE, keys, values, mask)
+            seen = cache.append(key, value, None if window is None else position_BT, layer)
+        near = None
+        if window is not None:
+            assert seen.position_BS is not None
+            near = Nearness(position_BT, seen.position_BS, window)
+        return attend(q_BTAE, seen.key_BASE, seen.value_BASE, mask, near)
 
     def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor:
         """Output of the layer from residual and attention."""
@@ -80,7 +94,16 @@ class RecurrentHead(DecoderHead):
 
     @abstractmethod
     def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Attention input and residual from features and next tokens."""
+        """Attention input and residual of the first layer, from features and next tokens."""
+
+    def go_on(self, hidden: Tensor, weights: Weights) -> Tensor:
+        """Attention input of a later layer, whose residual is what the one before put out."""
+        assert weights.layer_norm is not None
+        return rms_norm(hidden, weights.layer_norm, self.config.rms_norm_eps)
+
+    def finish(self, hidden: Tensor, weights: Weights) -> Tensor:  # noqa: ARG002 - EAGLE-3.1 does
+        """What the next step takes in, from what the last layer put out."""
+        return hidden
 
     @override
     @abstractmethod
@@ -100,7 +123,12 @@ class RecurrentHead(DecoderHead):
     ) -> Tensor:
         weights = self.weights()
         x, residual = self.enter(feature_BTD, ids_BT, weights)
-        return self.leave(residual, self.attend(x, position_BT, weights, cache, mask), weights)
+        hidden = self.leave(residual, self.attend(x, position_BT, weights, cache, mask), weights)
+        for layer, later in enumerate(weights.rest, start=1):
+            x = self.go_on(hidden, later)
+            attended = self.attend(x, position_BT, later, cache, mask, layer)
+            hidden = self.leave(hidden, attended, later)
+        return self.finish(hidden, weights)
 
     @override
     def unroll(
@@ -130,3 +158,11 @@ def layer_weights(layer: Layer) -> Sequence[Tensor]:
         gated.down_proj.weight,
         layer.post_attention_layernorm.weight,
     )
+
+
+def plain_weights(layer: nn.Module, dtype: torch.dtype | None = None) -> Weights:
+    """Weights of an ordinary decoder layer with its input_layernorm, cast if asked."""
+    assert isinstance(layer, Layer)
+    raw = [*layer_weights(layer), layer.norm("input_layernorm")]
+    *parts, norm = [weight.to(dtype or weight.dtype) for weight in raw]
+    return Weights(None, *parts, layer_norm=norm)

@@ -1,9 +1,12 @@
-"""EAGLE heads: fuse features with the next token's embedding, run one layer, predict.
+"""EAGLE heads: fuse features with the next token's embedding, run a decoder layer or more, predict.
 
 EAGLE-1 and EAGLE-3 (with the 3.1 norms) are settings of one class, read top to bottom.
 
 The alignment rule: row t holds the target's state at position t and the token x_{t+1}; its output
 predicts x_{t+2} and stands in for the state at t+1. Drafting feeds it back with the drafted token.
+
+The first layer's attention reads embedding and state side by side; further ones are ordinary
+decoder layers, of the names and arithmetic of vllm/model_executor/models/llama_eagle3.py.
 
 Letters: B rows, T positions, N any positions, F fused feature inputs, H target hidden size,
 D draft hidden size, V target vocabulary, W draft vocabulary.
@@ -26,7 +29,7 @@ from outrider.heads.config import (
     shared_sizes,
     text_config,
 )
-from outrider.heads.decoder import RecurrentHead, layer_weights
+from outrider.heads.decoder import RecurrentHead, layer_weights, plain_weights
 from outrider.heads.layers import Layer, Norm, Weights, rms_norm
 from outrider.heads.tables import START_NORM, leading_directions
 
@@ -48,12 +51,19 @@ class EagleConfig(DecoderConfig):
     """One norm per feature layer before fc (3.1)."""
     norm_output: bool = False
     """The state handed to the next step is the one after the final norm (3.1)."""
+    num_layers: int = 1
+    """Decoder layers."""
+    sliding_window: int | None = None
+    """Positions that a row sees, itself included; None is the whole text before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers that see the whole text all the same, counted from 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both set; choose one of them")
         differs = self.hidden_size != self.target_hidden_size
+        self._check_own_layers()
         if self.kind == "eagle3":
             self.check_layers()
             if differs and not self.own_embedding:
@@ -63,7 +73,8 @@ class EagleConfig(DecoderConfig):
                 )
             return
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        wrong = [name for name in flags if getattr(self, name)]
+        wrong = [name for name in (*flags, "sliding_window") if getattr(self, name)]
+        wrong += ["num_layers"] if self.num_layers != 1 else []
         if wrong:
             raise ValueError(f"{', '.join(wrong)} set for an eagle1 head; those are eagle3 flags")
         if differs or self.is_reduced or self.aux_layers:
@@ -73,6 +84,26 @@ class EagleConfig(DecoderConfig):
                 f"draft_vocab_size {self.vocab_size} (is {self.draft_vocab_size}) and its "
                 f"aux_layers empty (are {self.aux_layers}); use kind='eagle3' to choose them"
             )
+
+    def _check_own_layers(self) -> None:
+        self.check_at_least_one("num_layers")
+        if self.sliding_window is not None:
+            self.check_at_least_one("sliding_window")
+        full = self.full_attention_layers
+        if full and (self.sliding_window is None or not set(full) <= set(range(self.num_layers))):
+            raise ValueError(
+                f"full_attention_layers is {full}; give layers in 0..{self.num_layers - 1} for "
+                f"which sliding_window (is {self.sliding_window}) does not hold"
+            )
+
+    @override
+    def window(self, layer: int) -> int | None:
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    @property
+    @override
+    def activation_width(self) -> int:
+        return self.num_layers * super().activation_width
 
     @classmethod
     @override
@@ -88,23 +119,26 @@ class EagleConfig(DecoderConfig):
     ) -> Self:
         """Geometry for a target given as its transformers config or the dictionary of one.
 
-        Nested multimodal configs are entered. `settings` are tokenizer_size, draft_vocab_size and
-        max_position_embeddings (the target's where left out), the norm flags and own_embedding.
+        Nested multimodal configs are entered. `settings` are any other fields; those left out or
+        None are the target's, or their defaults.
         """
         text = text_config(target)
         is_eagle3 = kind == "eagle3"
         if aux_layers is None:
             aux_layers = default_aux_layers(int(text["num_hidden_layers"])) if is_eagle3 else ()
         is_wide = hidden_size in (None, int(text["hidden_size"]))
-        settings.setdefault("own_embedding", is_eagle3 and not is_wide)
-        sizes = ("tokenizer_size", "draft_vocab_size", "max_position_embeddings")
-        given = {name: settings.pop(name) for name in sizes if name in settings}
+        given = {name: value for name, value in settings.items() if value is not None}
+        given.setdefault("own_embedding", is_eagle3 and not is_wide)
+        names = ("tokenizer_size", "draft_vocab_size", "max_position_embeddings")
+        sizes = {name: given.pop(name) for name in names if name in given}
+        layer = decoder_sizes(text, intermediate_size)
+        layer |= {name: given.pop(name) for name in list(given) if name in layer}
         return cls(
             kind=kind,
             aux_layers=tuple(aux_layers),
-            **shared_sizes(text, hidden_size=hidden_size, **given),
-            **decoder_sizes(text, intermediate_size),
-            **settings,
+            **shared_sizes(text, hidden_size=hidden_size, **sizes),
+            **layer,
+            **given,
         )
 
 
@@ -121,10 +155,14 @@ class EagleHead(RecurrentHead):
             self.embed_tokens.requires_grad_(width != config.target_hidden_size)
         if config.kind == "eagle1":
             self.fc = nn.Linear(2 * width, width, bias=False)
-            self.layers = nn.ModuleList([Layer(config, width)])
+            self.layers = nn.ModuleDict({"0": Layer(config, width)})
         else:
             self.fc = nn.Linear(num_layers * config.target_hidden_size, width, bias=False)
             self.midlayer = Layer(config, 2 * width, ("hidden_norm", "input_layernorm"))
+            later = range(1, config.num_layers)
+            self.layers = nn.ModuleDict(
+                {str(i): Layer(config, width, ("input_layernorm",)) for i in later}
+            )
             self.norm = Norm(width)
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.norm_before_fc:
@@ -173,8 +211,8 @@ class EagleHead(RecurrentHead):
 
     @property
     def layer(self) -> Layer:
-        """The one decoder layer, whatever its published name."""
-        layer = self.midlayer if self.config.kind == "eagle3" else self.layers[0]
+        """The first decoder layer, whatever its published name."""
+        layer = self.midlayer if self.config.kind == "eagle3" else self.layers["0"]
         assert isinstance(layer, Layer)
         return layer
 
@@ -184,7 +222,9 @@ class EagleHead(RecurrentHead):
         raw: list[Tensor] = [self.fc.weight, *layer_weights(layer)]
         if self.config.kind == "eagle3":
             raw += [layer.norm("input_layernorm"), layer.norm("hidden_norm"), self.norm.weight]
-        return Weights(*(raw if dtype is None else [weight.to(dtype) for weight in raw]))
+        later = range(1, self.config.num_layers)
+        rest = tuple(plain_weights(self.layers[str(i)], dtype) for i in later)
+        return Weights(*(weight.to(dtype or weight.dtype) for weight in raw), rest=rest)
 
     @override
     def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,12 +269,11 @@ class EagleHead(RecurrentHead):
         return x, (normed if self.config.norm_before_residual else feature)
 
     @override
-    def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor:
-        hidden = super().leave(residual, attended, weights)
-        if self.config.norm_output:
-            assert weights.norm is not None
-            hidden = rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
-        return hidden
+    def finish(self, hidden: Tensor, weights: Weights) -> Tensor:
+        if not self.config.norm_output:
+            return hidden
+        assert weights.norm is not None
+        return rms_norm(hidden, weights.norm, self.config.rms_norm_eps)
 
     @override
     def output_input(

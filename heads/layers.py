@@ -5,6 +5,7 @@ A query heads, K key-value heads, G query heads per key-value head, E head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class Layer(nn.Module):
         return self.get_parameter(f"{name}.weight")
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True)
+class Weights:
     """The weights of a layer and what is around it, in the dtype of computation, cast once."""
 
     fc: Tensor | None
@@ -84,6 +86,27 @@ class Weights(NamedTuple):
     """Before the output head."""
     layer_norm: Tensor | None = None
     """On the fused input, before attention."""
+    rest: "tuple[Weights, ...]" = field(default=(), kw_only=True)
+    """Those of the layers after the first, whose layer_norm is on what the layer before put out."""
+
+
+class Nearness(NamedTuple):
+    """Which keys are near enough to be seen: those less than `window` positions before the query.
+
+    The query counts, so that `window` keys are seen at most, as in the engines' kernels
+    (vllm/v1/attention/backends/flash_attn.py turns a window of w into w - 1 keys before the query).
+    """
+
+    query_BT: Tensor
+    """Positions of the queries."""
+    key_BS: Tensor
+    """Positions of all keys."""
+    window: int
+
+    def part(self, start: int, stop: int, seen: int) -> Tensor:
+        """Bool [B, 1, T, S] of the queries from `start` to `stop` and the first `seen` keys."""
+        query_BT1 = self.query_BT[:, start:stop, None]
+        return (query_BT1 - self.key_BS[:, None, :seen] < self.window)[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,11 +124,18 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim))
 
 
-def attend(q_BTAE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    q_BTAE: Tensor,
+    key_BKSE: Tensor,
+    value_BKSE: Tensor,
+    mask: Tensor | None,
+    near: Nearness | None = None,
+) -> Tensor:
     """Grouped attention of new queries over all keys; returns [B, T, A * E].
 
-    mask is bool, broadcastable to [B, 1, T, S]; None is causal with the queries last. Queries
-    go in chunks, so memory grows with the length and not with its square.
+    mask is bool, broadcastable to [B, 1, T, S]; None is causal with the queries last. Of what it
+    lets through only what is near counts. Queries go in chunks, so memory grows with the length
+    and not with its square.
     """
     num_new, num_all = q_BTAE.shape[1], key_BKSE.shape[2]
     out = []
@@ -117,6 +147,8 @@ def attend(q_BTAE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, mask: Tensor | 
         else:
             part = q_BTAE.new_ones((stop - start, seen), dtype=torch.bool)
             part = part.tril(seen - (stop - start))
+        if near is not None:
+            part = part & near.part(start, stop, seen)
         keys, values = key_BKSE[:, :, :seen], value_BKSE[:, :, :seen]
         out.append(_attend_chunk(q_BTAE[:, start:stop], keys, values, part))
     return torch.cat(out, dim=1) if len(out) > 1 else out[0]

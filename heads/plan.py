@@ -9,6 +9,7 @@ P predicted (supervised) tokens.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -80,11 +81,22 @@ class RowPlan:
             blocks=_blocks(row_N, start_M),
         )
 
+    @cached_property
+    def everywhere(self) -> tuple[Block, ...]:
+        """Blocks of a pass over all positions as rows, which layers before the last one need.
+
+        Padding comes as documents of its own, whose outputs no row sees.
+        """
+        document_M = self.document_M.cpu()
+        first = torch.ones(document_M.shape[0], dtype=torch.bool)
+        first[1:] = document_M[1:] != document_M[:-1]
+        start_M = first.nonzero().flatten()[first.cumsum(0) - 1]
+        return _on(self.document_M.device, _blocks(torch.arange(document_M.shape[0]), start_M))
+
     def to(self, device: torch.device | str) -> "RowPlan":
         """A copy on another device."""
         tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        blocks = tuple(block._replace(hidden=block.hidden.to(device)) for block in self.blocks)
-        return replace(self, **tensors, blocks=blocks)
+        return replace(self, **tensors, blocks=_on(device, self.blocks))
 
     def pairs(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states of the loss pairs [P, K, D]; rows without a pair are arbitrary."""
@@ -106,6 +118,10 @@ def _documents(document_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     starts = first.nonzero().flatten()
     ends = torch.cat([starts[1:], position_M.new_tensor([flat.shape[0]])]) - 1
     return number_M * (flat > 0), starts[number_M - 1], ends[number_M - 1]
+
+
+def _on(device: torch.device | str, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple(block._replace(hidden=block.hidden.to(device)) for block in blocks)
 
 
 def _blocks(row_N: Tensor, start_M: Tensor) -> tuple[Block, ...]:

@@ -42,6 +42,18 @@ FLAGS: dict[str, dict[str, Any]] = {
     "all": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "narrow": {"hidden_size": 24},
     "reduced": {"draft_vocab_size": 20},
+    "own_embedding": {"own_embedding": True},
+    "one_fused": {"aux_layers": (8,)},
+    "five_fused": {"aux_layers": (0, 2, 4, 6, 7), "fc_norm": True},
+    "own_heads": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "intermediate_size": 20},
+    "two_layers": {"num_layers": 2},
+    "three_layers": {"num_layers": 3, "norm_output": True, "norm_before_residual": True},
+    "window_1": {"sliding_window": 1},
+    "window_2": {"sliding_window": 2},
+    "window_4": {"sliding_window": 4},
+    "deep_window": {"num_layers": 2, "sliding_window": 3, "draft_vocab_size": 20},
+    "mixed_window": {"num_layers": 3, "sliding_window": 2, "full_attention_layers": (1,)},
+    "deep_narrow": {"num_layers": 2, "sliding_window": 2, "hidden_size": 24, "fc_norm": True},
     "medusa": {"kind": "medusa", "num_draft_heads": 3},
     "medusa_shared": {"kind": "medusa", "num_draft_layers": 2, "shared_output": True},
     "medusa_reduced": {"kind": "medusa", "draft_vocab_size": 20},
@@ -73,12 +85,12 @@ def make_head(**settings: Any) -> DraftHead:
 class Packed:
     """Two batch rows with five documents, padding and a ragged mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_fused: int = 3) -> None:
         torch.manual_seed(1)
         self.lengths = [[5, 7, 2], [9, 7]]
         rows, size = 2, 16
         self.ids = torch.randint(0, VOCAB, (rows, size))
-        self.aux = torch.randn(rows, size, 3 * WIDTH, dtype=torch.float64)
+        self.aux = torch.randn(rows, size, num_fused * WIDTH, dtype=torch.float64)
         self.last = torch.randn(rows, size, WIDTH, dtype=torch.float64)
         self.document = torch.zeros(rows, size, dtype=torch.int64)
         self.position = torch.zeros(rows, size, dtype=torch.int64)
@@ -97,6 +109,11 @@ class Packed:
             edges = list(itertools.accumulate(lengths, initial=0))
             found += [(row, a, b) for a, b in itertools.pairwise(edges)]
         return found
+
+
+def packed_for(name: str) -> Packed:
+    """The batch with as many fused states as the head with these settings reads."""
+    return Packed(len(FLAGS[name].get("aux_layers", "123")))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -154,35 +171,62 @@ def under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
 
 
-def reference_output(
-    head: EagleHead, features: list[Tensor], tokens: list[int], places: list[int]
-) -> tuple[Tensor, Tensor]:
-    """The last row's output of a plain causal layer over (feature, token, position) rows."""
-    config = head.config
-    state = {k.replace("layers.0.", "midlayer."): v for k, v in head.state_dict().items()}
-    table = state.get("embed_tokens.weight", head.lent().embedding_VH)
-    part = {k.removeprefix("midlayer."): v for k, v in state.items()}
+def layer_outputs(
+    config: Any,
+    part: dict[str, Tensor],
+    rows: list[tuple[Tensor, Tensor]],
+    places: list[int],
+    window: int | None,
+) -> list[Tensor]:
+    """Output of every row of a causal layer over (attention input, residual) rows.
+
+    A row at place p sees the rows before it and itself, of places after p - window.
+    """
     keys: list[list[Tensor]] = []
     values: list[Tensor] = []
-    query: list[Tensor] = []
-    residual = features[0]
-    for feature, token, place in zip(features, tokens, places, strict=True):
-        embed = table[token]
-        if config.kind == "eagle1":
-            x = residual = part["fc.weight"] @ torch.cat([embed, feature])
-        else:
-            normed = norm(feature, part["hidden_norm.weight"])
-            x = torch.cat([norm(embed, part["input_layernorm.weight"]), normed])
-            residual = normed if config.norm_before_residual else feature
+    out: list[Tensor] = []
+    for (x, residual), place in zip(rows, places, strict=True):
         key = (part["self_attn.k_proj.weight"] @ x).view(config.num_kv_heads, -1)
         keys.append([turn(one, place) for one in key])
         values.append((part["self_attn.v_proj.weight"] @ x).view(config.num_kv_heads, -1))
-        query = [turn(one, place) for one in (part["self_attn.q_proj.weight"] @ x).view(4, -1)]
-    hidden = finish_layer(config, part, residual, query, (keys, values))
+        query = (part["self_attn.q_proj.weight"] @ x).view(config.num_heads, -1)
+        turned = [turn(one, place) for one in query]
+        seen = [i for i in range(len(keys)) if window is None or places[i] > place - window]
+        near = ([keys[i] for i in seen], [values[i] for i in seen])
+        out.append(finish_layer(config, part, residual, turned, near))
+    return out
+
+
+def reference_output(
+    head: EagleHead, features: list[Tensor], tokens: list[int], places: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The last row's output of a plain causal stack over (feature, token, position) rows."""
+    config = head.config
+    state = {k.replace("layers.0.", "midlayer."): v for k, v in head.state_dict().items()}
+    table = state.get("embed_tokens.weight", head.lent().embedding_VH)
+    first = {k.removeprefix("midlayer."): v for k, v in state.items()}
+    rows: list[tuple[Tensor, Tensor]] = []
+    for feature, token in zip(features, tokens, strict=True):
+        embed = table[token]
+        if config.kind == "eagle1":
+            x = residual = first["fc.weight"] @ torch.cat([embed, feature])
+        else:
+            normed = norm(feature, first["hidden_norm.weight"])
+            x = torch.cat([norm(embed, first["input_layernorm.weight"]), normed])
+            residual = normed if config.norm_before_residual else feature
+        rows.append((x, residual))
+    for layer in range(config.num_layers):
+        part = under(state, f"layers.{layer}.") if layer else first
+        is_full = layer in config.full_attention_layers
+        window = None if is_full else config.sliding_window
+        out = layer_outputs(config, part, rows, places, window)
+        later = state.get(f"layers.{layer + 1}.input_layernorm.weight")
+        rows = [(norm(hidden, later), hidden) for hidden in out] if later is not None else []
+    hidden = out[-1]
     if config.kind == "eagle1":
         return hidden, head.lent().output_VH @ hidden
-    normed = norm(hidden, part["norm.weight"])
-    return (normed if config.norm_output else hidden), part["lm_head.weight"] @ normed
+    normed = norm(hidden, state["norm.weight"])
+    return (normed if config.norm_output else hidden), state["lm_head.weight"] @ normed
 
 
 def reference_features(head: EagleHead, aux: Tensor, last: Tensor) -> list[Tensor]:
@@ -278,7 +322,7 @@ DRAFTS: dict[str, Callable[..., Iterator[Tensor]]] = {
 def expected(name: str) -> Pairs:
     """Brute-force logits of the head with these settings on the packed batch."""
     with torch.no_grad():
-        return brute_force(make_head(**FLAGS[name]), Packed())
+        return brute_force(make_head(**FLAGS[name]), packed_for(name))
 
 
 class Document(NamedTuple):

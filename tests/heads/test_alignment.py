@@ -24,6 +24,18 @@ NAMES = [
     "all",
     "narrow",
     "reduced",
+    "own_embedding",
+    "one_fused",
+    "five_fused",
+    "own_heads",
+    "two_layers",
+    "three_layers",
+    "window_1",
+    "window_2",
+    "window_4",
+    "deep_window",
+    "mixed_window",
+    "deep_narrow",
     "medusa",
     "medusa_shared",
     "medusa_reduced",
@@ -36,6 +48,9 @@ NAMES = [
 
 KINDS = ["medusa", "hydra", "hydra_prefix", "mtp"]
 """One setting of each kind but EAGLE."""
+
+DEEP = ["two_layers", "window_2", "deep_window", "mixed_window"]
+"""EAGLE-3 with several layers or a window."""
 
 
 def test_every_setting_is_tested(ref: ModuleType):
@@ -50,7 +65,7 @@ def test_unroll_equals_brute_force(name: str, ref: ModuleType):
     with torch.no_grad():
         assert (
             ref.difference(
-                ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), ref.Packed()), theirs
+                ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), ref.packed_for(name)), theirs
             )
             < 1e-9
         )
@@ -59,7 +74,7 @@ def test_unroll_equals_brute_force(name: str, ref: ModuleType):
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_with_a_cache_equals_brute_force(name: str, ref: ModuleType):
     """The decoding loop's calls: one root row, then one drafted row at a time, then roll back."""
-    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.packed_for(name)
     found: Logits = {}
     with torch.no_grad():
         feature = head.project(data.aux, data.last)
@@ -92,7 +107,7 @@ def draft_one(
     return found
 
 
-@pytest.mark.parametrize("name", ["eagle3", *KINDS])
+@pytest.mark.parametrize("name", ["eagle3", *DEEP, *KINDS])
 def test_packed_documents_equal_documents_alone(name: str, ref: ModuleType):
     head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     alone: Logits = {}
@@ -115,9 +130,10 @@ def test_packed_documents_equal_documents_alone(name: str, ref: ModuleType):
     assert ref.difference(together, alone) < 1e-12
 
 
-def test_tree_rows_equal_their_chains(ref: ModuleType):
+@pytest.mark.parametrize("name", ["eagle3", *DEEP])
+def test_tree_rows_equal_their_chains(name: str, ref: ModuleType):
     """Two branches drafted in one call with an ancestor mask equal each branch drafted alone."""
-    head, data = ref.make_head(), ref.Packed()
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     feature = head.project(data.aux, data.last)[1:, :5]
     ids, position = data.ids[1:, 1:6], data.position[1:, :5]
 
@@ -149,19 +165,25 @@ def test_tree_rows_equal_their_chains(ref: ModuleType):
     assert torch.allclose(again, chained, atol=1e-12)
 
 
-def test_long_prefill_is_chunked_without_a_change(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    head, data = ref.make_head(), ref.Packed()
+@pytest.mark.parametrize("name", ["eagle3", *DEEP])
+def test_long_prefill_is_chunked_without_a_change(
+    name: str, ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     feature = head.project(data.aux, data.last)
     whole = head.step(feature, data.ids, data.position)
     monkeypatch.setattr("outrider.heads.layers.QUERY_CHUNK", 3)
     assert torch.allclose(head.step(feature, data.ids, data.position), whole, atol=1e-12)
 
 
-def test_blocks_of_rows_do_not_change_the_result(ref: ModuleType, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["eagle3", *DEEP])
+def test_blocks_of_rows_do_not_change_the_result(
+    name: str, ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("outrider.heads.plan.BLOCK_ROWS", 2)
     with torch.no_grad():
-        found = ref.teacher_forced(ref.make_head(), ref.Packed())
-    assert ref.difference(found, ref.expected("eagle3")) < 1e-9
+        found = ref.teacher_forced(ref.make_head(**ref.FLAGS[name]), ref.Packed())
+    assert ref.difference(found, ref.expected(name)) < 1e-9
 
 
 # Planted faults: each changes one alignment decision, and the equality above must break.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from outrider.heads import RowPlan, unroll
-from outrider.heads.attention import chain_attention
-from outrider.heads.flex import flex_chain_attention
+from outrider.heads.attention import chain_attention, narrow, own_in_window
+from outrider.heads.flex import Reach, flex_chain_attention
 
 NO_COMPILE = "ignore:flex_attention called without torch.compile"
 
@@ -20,24 +20,33 @@ def inputs(plan: RowPlan, steps: int, dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def run(plan: RowPlan, tensors: list[Tensor], flex: bool = False) -> Tensor:
+def run(
+    plan: RowPlan, tensors: list[Tensor], flex: bool = False, window: int | None = None
+) -> Tensor:
     q, key, value, *own = tensors
-    half = len(own) // 2
+    step = len(own) // 2
+    keys, values = own_in_window(own[:step], window, step), own_in_window(own[step:], window, step)
     if flex:
-        return flex_chain_attention(q, key, value, own[:half], own[half:], plan)
-    return chain_attention(q, key, value, own[:half], own[half:], plan.blocks)
+        reach = Reach.of(plan.row_N, plan.document_M, window, step)
+        return flex_chain_attention(q, key, value, keys, values, reach)
+    blocks = narrow(plan.blocks, plan.row_N, window, step)
+    return chain_attention(q, key, value, keys, values, blocks)
 
 
-def dense(plan: RowPlan, tensors: list[Tensor]) -> Tensor:
+def dense(plan: RowPlan, tensors: list[Tensor], window: int | None = None) -> Tensor:
     """The same attention with one whole mask and autograd."""
     q, key, value, *own = tensors
-    half, rows = len(own) // 2, q.shape[0]
-    keys, values = torch.cat([key, *own[:half]]), torch.cat([value, *own[half:]])
-    place = torch.arange(key.shape[0])
+    step, rows = len(own) // 2, q.shape[0]
+    keys, values = torch.cat([key, *own[:step]]), torch.cat([value, *own[step:]])
+    # Positions of everything: step-0 keys at their own, a row's key of step j at j after it.
+    place, row = torch.arange(key.shape[0]), plan.row_N[:, None]
     same = plan.document_M[place][None] == plan.document_M[plan.row_N][:, None]
-    mask = torch.cat(
-        [same & (place[None] <= plan.row_N[:, None]), *[torch.eye(rows).bool()] * half], dim=1
-    )
+    seen = [same & (place[None] <= row)]
+    ahead = [row + step - place[None]]
+    for own_step in range(1, step + 1):
+        seen.append(torch.eye(rows).bool())
+        ahead.append(torch.full((rows, rows), step - own_step))
+    mask = torch.cat(seen, dim=1) & (torch.cat(ahead, dim=1) < (window or 1000))
     keys, values = keys.repeat_interleave(3, 1), values.repeat_interleave(3, 1)
     scores = torch.einsum("nae,sae->ans", q, keys) / 4
     probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
@@ -53,30 +62,34 @@ def plan(
     return RowPlan.from_mask(data.mask, data.document, 3)
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 40])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_values_and_gradients_equal_dense_attention(plan: RowPlan, steps: int):
+def test_values_and_gradients_equal_dense_attention(plan: RowPlan, steps: int, window: int | None):
     tensors = inputs(plan, steps)
-    ours, theirs = run(plan, tensors), dense(plan, tensors)
+    ours, theirs = run(plan, tensors, window=window), dense(plan, tensors, window)
     assert torch.allclose(ours, theirs, atol=1e-12)
     weight = torch.randn_like(ours)
-    mine = torch.autograd.grad((ours * weight).sum(), tensors)
+    mine = torch.autograd.grad((ours * weight).sum(), tensors, materialize_grads=True)
     wanted = torch.autograd.grad((theirs * weight).sum(), tensors)
     for a, b in zip(mine, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
 
 @pytest.mark.filterwarnings(NO_COMPILE)
+@pytest.mark.parametrize("window", [None, 1, 2, 5])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_flex_equals_blocks(ref: ModuleType, steps: int):
+def test_flex_equals_blocks(ref: ModuleType, steps: int, window: int | None):
     data = ref.Packed()
     plan = RowPlan.from_mask(data.mask, data.document, 3)
     tensors = [tensor.detach() for tensor in inputs(plan, steps, torch.float32)]
-    assert torch.allclose(run(plan, tensors, flex=True), run(plan, tensors), atol=1e-5)
+    ours, theirs = run(plan, tensors, True, window), run(plan, tensors, window=window)
+    assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.filterwarnings(NO_COMPILE)
-def test_unroll_takes_either_attention(ref: ModuleType):
-    head, data = ref.make_head(), ref.Packed()
+@pytest.mark.parametrize("name", ["eagle3", "window_2", "mixed_window"])
+def test_unroll_takes_either_attention(name: str, ref: ModuleType):
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     plan = RowPlan.from_mask(data.mask, data.document, 3)
     with torch.no_grad():
         feature = head.project(data.aux, data.last)
@@ -134,8 +147,9 @@ def test_c05_one_token_first_position_and_last_position():
     assert bool((plan.token_KN <= 17).all())
 
 
-def test_a_batch_without_supervised_tokens_runs(ref: ModuleType):
-    head, data = ref.make_head(), ref.Packed()
+@pytest.mark.parametrize("name", ["eagle3", "deep_window"])
+def test_a_batch_without_supervised_tokens_runs(name: str, ref: ModuleType):
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
     plan = RowPlan.from_mask(data.mask & False, data.document, 3)
     hidden = unroll(head, head.project(data.aux, data.last), data.ids, data.position, plan)
     assert [x.shape for x in hidden] == [(0, 32)] * 3
