@@ -121,7 +121,7 @@ def tiny_head(tiny_target: Target, make_texts: MakeTexts) -> EagleHead:
 
 @pytest.fixture(scope="session")
 def train_head() -> Callable[..., DraftHead]:
-    """Trains a head of any kind that reads the last state alone, for a few steps."""
+    """Trains a head of any kind for a few steps."""
 
     def train(
         target: Target,
@@ -147,10 +147,11 @@ def train_head() -> Callable[..., DraftHead]:
             position_BT = torch.arange(ids_BT.shape[1]).expand(ids_BT.shape)
             lengths_B1 = torch.tensor([[len(row)] for row in chosen])
             document_BT = (position_BT < lengths_B1).long()
-            last_BTH = target.run(ids_BT).last_BTH
+            captured = target.run(ids_BT, layers=config.aux_layers)
+            last_BTH = captured.last_BTH
             inside_BT = torch.isin(ids_BT, head.draft_ids_W) & (document_BT > 0)
             plan = RowPlan.from_mask(inside_BT, document_BT, min(4, config.max_drafts))
-            states = States(last_BTH[..., :0], last_BTH, ids_BT, position_BT)
+            states = States(captured.aux_BTF, last_BTH, ids_BT, position_BT)
             scored = score_pairs(
                 head.predict(states, plan).output_PKD,
                 head.output_weights(),

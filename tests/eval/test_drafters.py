@@ -24,12 +24,18 @@ def target(tiny_target):
     return Target.from_model(copy.deepcopy(tiny_target.model).double())
 
 
-@pytest.fixture(scope="module", params=["eagle3", "eagle1"])
+SETTINGS = {
+    "eagle1": {"kind": "eagle1"},
+    "deep": {"num_layers": 2, "sliding_window": 5, "aux_layers": (0, 1, 3, 5)},
+}
+
+
+@pytest.fixture(scope="module", params=["eagle3", *SETTINGS])
 def head(request, tiny_head, target):
     if request.param == "eagle3":
         return copy.deepcopy(tiny_head).double().attach(tables(target))
     torch.manual_seed(2)
-    config = EagleConfig.from_target(target.config, kind="eagle1")
+    config = EagleConfig.from_target(target.config, **SETTINGS[request.param])
     return EagleHead(config).double().attach(tables(target)).eval().requires_grad_(False)
 
 
@@ -138,9 +144,11 @@ def test_accepted_drafts_are_rebuilt_from_the_targets_states(target, head, plan)
         noise = KeyedNoise(0, 0, len(ids))
         assert drafter.propose(99, noise).tree == fresh.propose(99, noise).tree
         assert drafter._cache.length == fresh._cache.length == len(ids) - 1
-        ours, theirs = drafter._cache._key, fresh._cache._key
         used = len(ids) - 1
-        assert (ours[:, :, :used] - theirs[:, :, :used]).abs().max() < 1e-9
+        assert len(fresh._cache._layers) == head.config.num_layers
+        for layer, theirs in fresh._cache._layers.items():
+            ours = drafter._cache._layers[layer]
+            assert (ours.key[:, :, :used] - theirs.key[:, :, :used]).abs().max() < 1e-9
 
 
 def test_rows_left_in_the_cache_are_noticed(target, tiny_head, monkeypatch):

@@ -29,6 +29,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra", "num_draft_heads": 3, "shared_output": True},
     "hydra_prefix": {"kind": "hydra", "prefix_layer": True, "draft_vocab_size": 48},
     "mtp": {"kind": "mtp", "draft_vocab_size": 48},
+    "eagle3_deep": {
+        "kind": "eagle3",
+        "aux_layers": (1, 3, 5),
+        "draft_vocab_size": 48,
+        "num_layers": 2,
+        "sliding_window": 6,
+    },
+    "eagle3_narrow": {
+        "kind": "eagle3",
+        "aux_layers": (0, 1, 3, 4, 6),
+        "hidden_size": 24,
+        "fc_norm": True,
+        "norm_output": True,
+    },
 }
 MakeHead = Callable[[str], DraftHead]
 WARM = Sampling(temperature=1.0)
@@ -66,7 +80,9 @@ def test_greedy_output_is_plain_decodings_and_rounds_are_the_offline_ones(
     offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), greedy_texts[:NUM_EXACT]
-    trace = build_trace(tiny_target, texts, tmp_path, sampling=Sampling(), layers=())
+    trace = build_trace(
+        tiny_target, texts, tmp_path, sampling=Sampling(), layers=head.config.aux_layers
+    )
     score = offline(head, trace, tiny_target, draft, "greedy")
     decoded = loop(tiny_target, head, texts, draft, Decoding(max_new_tokens=LENGTH))
     assert [one.ids for one in decoded] == [text.answer_ids for text in texts]
@@ -90,7 +106,7 @@ def test_sampled_tau_lies_in_the_loops_interval(
     offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), sampled_texts[:NUM_CHANCE]
-    trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=())
+    trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=head.config.aux_layers)
     score = offline(head, trace, tiny_target, "chain:3", "rejection")
     decoding = Decoding(max_new_tokens=LENGTH, sampling=WARM, rule="rejection", seed=11)
     decoded = loop(tiny_target, head, texts, "chain:3", decoding)
@@ -112,7 +128,7 @@ def test_match_with_the_same_noise_takes_the_same_rounds(
     offline: Callable[..., Any],
 ) -> None:
     head, texts = make_head(name), sampled_texts[:NUM_EXACT]
-    trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=())
+    trace = build_trace(tiny_target, texts, tmp_path, sampling=WARM, layers=head.config.aux_layers)
     score = offline(head, trace, tiny_target, "tree:3,4,9", "match")
     decoding = Decoding(max_new_tokens=LENGTH, sampling=WARM, rule="match")
     decoded = loop(tiny_target, head, texts, "tree:3,4,9", decoding)
@@ -157,11 +173,11 @@ def test_no_tree_is_deeper_than_the_head(
     head, text = make_head(name), greedy_texts[0]
     limit = min(head.config.max_drafts, 6)
     ids = torch.tensor([text.prompt_ids + text.answer_ids[:2]])
-    captured = tiny_target.run(ids[:, :-1])
+    captured = tiny_target.run(ids[:, :-1], layers=head.config.aux_layers)
     static = StaticPlan(((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1,), (1, 0)))
     for plan, temperature in (
         (ChainPlan(6), 0.0),
-        (TreePlan(6, 2, 14), 0.0),
+        (TreePlan(6, 2, 22), 0.0),  # all that grows
         (DrawnPlan(6, 3, 14), 1.0),
         (static, 0.0),
     ):
@@ -181,7 +197,9 @@ def test_a_head_has_a_cost_and_ranks(
 ) -> None:
     head = make_head(name)
     assert cost(tiny_target, head, sizes=(1, 2), context=8, repeats=2)["c"] > 0
-    trace = build_trace(tiny_target, greedy_texts[:4], tmp_path, sampling=Sampling(), layers=())
+    trace = build_trace(
+        tiny_target, greedy_texts[:4], tmp_path, sampling=Sampling(), layers=head.config.aux_layers
+    )
     ranks = text_ranks(head, trace, tiny_target, depth=5, width=4)
     limit = min(head.config.max_drafts, 5)
     assert (ranks.ranks_NK[:, 0] == 0).mean() > 0.1

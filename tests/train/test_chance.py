@@ -19,6 +19,7 @@ from outrider.train.objectives import DraftTask, task_of
 VOCAB, WIDTH, STEPS, ROWS, LENGTH = 20, 16, 3, 8, 24
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
+    "eagle3_deep": {"kind": "eagle3", "num_layers": 2, "sliding_window": 4},
     "eagle1": {"kind": "eagle1"},
     "medusa": {"kind": "medusa", "num_draft_heads": STEPS},
     "hydra": {"kind": "hydra", "num_draft_heads": STEPS},
