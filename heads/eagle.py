@@ -240,19 +240,23 @@ class EagleHead(RecurrentHead):
         """Features the first step consumes: fused layers (eagle3), or the last state (eagle1)."""
         weights = weights or self.weights()
         assert weights.fc is not None
-        dtype, eps = weights.fc.dtype, self.config.rms_norm_eps
+        dtype = weights.fc.dtype
         if self.config.kind == "eagle1":
             assert last_BTH is not None
             return last_BTH.to(dtype)
         assert aux_BTF is not None
-        x = aux_BTF.to(dtype)
+        return F.linear(self.fused(aux_BTF, dtype), weights.fc)
+
+    def fused(self, aux_BTF: Tensor, dtype: torch.dtype) -> Tensor:
+        """What fc multiplies (eagle3): the layers' states, normalised where the flags say so."""
+        x, eps = aux_BTF.to(dtype), self.config.rms_norm_eps
         if self.config.norm_before_fc:
             x = rms_norm(x, self.input_norm.weight.to(dtype), eps)
         if self.config.fc_norm:
             parts = x.split(self.config.target_hidden_size, dim=-1)
             norms = [norm.get_parameter("weight").to(dtype) for norm in self.fc_norm]
             x = torch.cat([rms_norm(*pair, eps) for pair in zip(parts, norms, strict=True)], dim=-1)
-        return F.linear(x, weights.fc)
+        return x
 
     @override
     def enter(self, feature: Tensor, ids: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from outrider.data.batches import Batches, Features
+from outrider.data.batches import Batch, Batches, Features
 from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
 from outrider.eval.link import tables
-from outrider.heads import CONFIGS, HEADS, DraftHead
+from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
+from outrider.heads.base import States
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.induction import Induction, start_induction
 from outrider.train import preflight
 from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
@@ -30,6 +32,10 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
 }
+
+
+START_ROWS = 32
+"""Positions of the sample that a new head starts from, for each channel of the target's states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +120,20 @@ def make_head(
     return vocabulary, head
 
 
+def start_from_states(head: EagleHead, batches: Batches) -> Induction:
+    """Write induction heads from the first packs, the same whatever the batch size."""
+    single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
+    wanted = START_ROWS * head.config.target_hidden_size
+    packs: list[Batch] = []
+    for index in range(single.epoch_length()):
+        packs.append(single.batch(0, index).to(head.device))
+        if sum(pack.num_tokens for pack in packs) >= wanted:
+            break
+    parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
+    whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
+
+
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
     """The tokens that each row is trained to predict."""
     return (row.ids[row.mask] for row in rows)
@@ -164,6 +184,10 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
     )
     preflight.check_batches(batches, accelerator.num_processes)
+    if settings.head.starts_from_states and isinstance(ground.head, EagleHead):
+        started = start_from_states(ground.head, batches)
+        if accelerator.is_main_process:
+            print(started)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
     task = task_of(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
     score: Callable[[Path], Score] | None = None

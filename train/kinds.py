@@ -53,6 +53,10 @@ class EagleHeadSettings(HeadSettings):
     """eagle3 only: keep the output head's first rows, the target's own, instead of training them.
     Worth it on few rows, where a trained output head learns their wording by heart."""
 
+    induction: bool = True
+    """eagle3 only: start a new head with attention that finds the current token earlier in the text
+    and copies what followed; it accepts much more on text that repeats itself, at no cost."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("head_hidden", "head_intermediate"):
@@ -64,6 +68,11 @@ class EagleHeadSettings(HeadSettings):
     @override
     def freezes_output(self) -> bool:
         return self.freeze_output
+
+    @property
+    @override
+    def starts_from_states(self) -> bool:
+        return self.head == "eagle3" and self.induction and self.init is None
 
 
 @dataclass(frozen=True, kw_only=True)

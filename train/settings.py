@@ -108,6 +108,11 @@ class HeadSettings:
         """Whether output heads of its own stay as they start."""
         return False
 
+    @property
+    def starts_from_states(self) -> bool:
+        """Whether a new head begins from a sample of the target's states, too."""
+        return False
+
     def geometry(self) -> dict[str, Any]:
         """Keywords for `from_target` of the head's config."""
         return {name: getattr(self, field) for field, name in self.GEOMETRY.items()}

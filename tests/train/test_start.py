@@ -1,0 +1,99 @@
+"""New heads start with induction heads, the same in every layout, unless told not to."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.data.batches import Batches
+from outrider.data.rows import Reading, read_rows
+from outrider.data.store import OnlineFeatures
+from outrider.data.target import Target
+from outrider.eval.link import tables
+from outrider.heads import EagleHead
+from outrider.heads.eagle import EagleConfig
+from outrider.train.assembly import start_from_states
+from outrider.train.eagle import main
+
+VOCAB = 128
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with heads of 32 channels that turn slowly: wide enough for token codes."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=1e6,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repeated_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that say 15 random tokens three times."""
+    made = torch.Generator().manual_seed(3)
+    rows = []
+    for number in range(40):
+        ids = torch.randint(2, VOCAB, (15,), generator=made).tolist() * 3
+        rows.append({"id": f"r{number}", "input_ids": ids, "loss_mask": [0] * 15 + [1] * 30})
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_the_start_does_not_depend_on_the_batch(
+    wide_folder: Path, repeated_rows: Path, batch_size: int
+) -> None:
+    target = Target.load(str(wide_folder))
+    rows, _ = read_rows(str(repeated_rows), target, Reading(max_length=64))
+    weights = []
+    for size in (1, batch_size):
+        torch.manual_seed(0)
+        head = EagleHead(EagleConfig.from_target(target.config)).attach(tables(target))
+        source = OnlineFeatures(target, rows, layers=head.config.aux_layers)
+        batches = Batches(source, size=64, batch_size=size, seed=5)
+        assert start_from_states(head, batches).num_heads == 2
+        weights.append({name: value.clone() for name, value in head.state_dict().items()})
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_run_says_and_does_what_the_flag_asks(
+    wide_folder: Path, repeated_rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_losses = []
+    for flag in ("--induction", "--no-induction"):
+        folder = tmp_path / flag
+        given = f"--target {wide_folder} --data {repeated_rows} --output {folder} {flag}"
+        steps = ["--max-length", "64", "--stop-after-steps", "1", "--log-every", "1"]
+        with pytest.raises(SystemExit, match="0"):
+            main([*given.split(), *steps])
+        said = "induction start: 2 query heads" in capsys.readouterr().out
+        assert said == (flag == "--induction")
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        first_losses.append(json.loads(lines[0])["loss"])
+    assert first_losses[0] != first_losses[1]
