@@ -12,6 +12,7 @@ from outrider.data.target import Target
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.formats.engines import limits
 from outrider.train.settings import HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
@@ -141,6 +142,7 @@ def notes(
         )
     if limit > has:
         yield f"note: the head's max_positions is {limit}, beyond the target's own {has}"
+    yield from (f"note: {line}" for line in limits(config))
     if vocabulary is not None:
         size = len(vocabulary.draft_ids_W)
         yield (
