@@ -196,6 +196,8 @@ class EagleHead(RecurrentHead):
             if tables.norm_H is not None:
                 self.norm.weight.copy_(tables.norm_H * START_NORM)
             self.fc.weight.zero_()[:, -width:].fill_diagonal_(1)
+            if self.config.own_embedding:
+                self.embed_tokens.weight.copy_(tables.embedding_VH)
         self.lm_head.weight.copy_(rows)
         return self
 
@@ -203,6 +205,11 @@ class EagleHead(RecurrentHead):
     @override
     def own_outputs(self) -> list[nn.Parameter]:
         return [] if self.config.kind == "eagle1" else [self.lm_head.get_parameter("weight")]
+
+    @property
+    def own_tables(self) -> list[nn.Parameter]:
+        """Embeddings of its own [V, D]: one or none."""
+        return [self.embed_tokens.get_parameter("weight")] if self.config.own_embedding else []
 
     @property
     @override

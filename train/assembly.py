@@ -20,9 +20,10 @@ from outrider.heads.base import States
 from outrider.heads.formats import load_head, save_head
 from outrider.heads.induction import Induction, start_induction
 from outrider.train import preflight
+from outrider.train.kinds import EagleHeadSettings
 from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
-from outrider.train.settings import Settings, identity
+from outrider.train.settings import HeadSettings, Settings, identity
 from outrider.train.validate import heldout_trace, judge
 from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
 
@@ -74,8 +75,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     )
     rows, counts = read_rows(data.data, target, reading)
     vocabulary, head = make_head(settings, target, rows)
-    for weight in head.own_outputs if settings.head.freezes_output else ():
-        weight.requires_grad_(False)
+    settle(head, settings.head)
     preflight.check_head(head, target)
     preflight.check_coverage(vocabulary)
     return Ground(
@@ -132,6 +132,18 @@ def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
     whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
     return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
+
+
+def settle(head: DraftHead, choice: HeadSettings) -> None:
+    """Decide which of the head's weights train."""
+    for weight in head.own_outputs if choice.freezes_output else ():
+        weight.requires_grad_(False)
+    if not isinstance(head, EagleHead) or not isinstance(choice, EagleHeadSettings):
+        return
+    if choice.embedding is not None:
+        preflight.check_embedding(head.config, choice)
+        for weight in head.own_tables:
+            weight.requires_grad_(choice.embedding == "trained")
 
 
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:

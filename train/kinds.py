@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -23,19 +23,49 @@ class EagleHeadSettings(HeadSettings):
         "norm_before_fc": "norm_before_fc",
         "fc_norm": "fc_norm",
         "norm_output": "norm_output",
+        "head_layers": "num_layers",
+        "head_heads": "num_heads",
+        "head_kv_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "sliding_window": "sliding_window",
+        "full_attention_layers": "full_attention_layers",
     }
 
     head: Literal["eagle3", "eagle1"] = "eagle3"
     """eagle3 fuses three layers of the target; eagle1 continues the target's last state."""
 
     aux_layers: tuple[int, ...] | None = None
-    """Decoder layers whose inputs are the features (0-based; 2, n/2, n-3 by default)."""
+    """Decoder layers whose inputs are the features, any number of them, rising: 0 is the embedding,
+    n-1 the last layer's input, n its output before the final norm; 2, n/2, n-3 by default."""
 
     head_hidden: int | None = None
     """Hidden size of the head; the target's by default."""
 
     head_intermediate: int | None = None
     """Width of the head's MLP; the target's by default."""
+
+    head_layers: int | None = None
+    """eagle3 only: decoder layers of the head, 1 by default; those after the first are ordinary."""
+
+    head_heads: int | None = None
+    """Query heads of the head's attention; the target's by default."""
+
+    head_kv_heads: int | None = None
+    """Key and value heads; the target's by default."""
+
+    head_dim: int | None = None
+    """Channels of one attention head; the target's by default."""
+
+    sliding_window: int | None = None
+    """eagle3 only: let a row see this many positions, itself included, instead of the whole text.
+    vLLM reads it from the exported head; SGLang wants it as a flag, less one."""
+
+    full_attention_layers: tuple[int, ...] | None = None
+    """Layers of the head, from 0, that see the whole text beside a sliding window."""
+
+    embedding: Literal["target", "frozen", "trained"] | None = None
+    """eagle3 only: the target's embedding, lent; a copy of it in the head, frozen; or a trained
+    copy. By default the target's, and a trained one where the head is not as wide as the target."""
 
     norm_before_residual: bool = False
     """Take the residual after the hidden norm (SGLang ignores this flag)."""
@@ -59,7 +89,8 @@ class EagleHeadSettings(HeadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("head_hidden", "head_intermediate"):
+        sizes = ("hidden", "intermediate", "layers", "heads", "kv_heads", "dim")
+        for name in (*(f"head_{size}" for size in sizes), "sliding_window"):
             value = getattr(self, name)
             if value is not None:
                 check_range(name, value, low=1)
@@ -73,6 +104,11 @@ class EagleHeadSettings(HeadSettings):
     @override
     def starts_from_states(self) -> bool:
         return self.head == "eagle3" and self.induction and self.init is None
+
+    @override
+    def geometry(self) -> dict[str, Any]:
+        own = None if self.embedding is None else self.embedding != "target"
+        return super().geometry() | {"own_embedding": own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +151,13 @@ class EagleRun(Settings):
                 f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
                 "single steps; leave it out or set it to 1"
             )
-        for name in ("draft_vocab", "aux_layers", "freeze_output"):
+        eagle3_only = ("draft_vocab", "aux_layers", "freeze_output", "head_layers")
+        for name in (*eagle3_only, "sliding_window", "full_attention_layers", "embedding"):
             value = getattr(self.head, name)
             if self.head.head == "eagle1" and value not in (None, False):
                 raise ValueError(
-                    f"{name} is {value} with head eagle1, which continues the target's last state "
-                    "with the target's own output head; leave it out or use head eagle3"
+                    f"{name} is {value} with head eagle1, one layer that continues the target's "
+                    "last state with the target's own tables; leave it out or use head eagle3"
                 )
 
     @property

@@ -54,7 +54,11 @@ class OptimSettings:
 def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
     """Optimisers over the head's own parameters; each group remembers its peak rate."""
     named = [(name, value) for name, value in head.named_parameters() if value.requires_grad]
-    is_inner = {name: value.ndim == 2 and "lm_head" not in name for name, value in named}
+    tables = ("lm_head", "embed_tokens")
+    is_inner = {
+        name: value.ndim == 2 and not any(table in name for table in tables)
+        for name, value in named
+    }
     inner = [value for name, value in named if optim.optimizer == "muon" and is_inner[name]]
     rest = [value for name, value in named if not (optim.optimizer == "muon" and is_inner[name])]
     groups = [

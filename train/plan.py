@@ -23,8 +23,10 @@ def describe(ground: Ground) -> str:
     tokens = sum(len(row) for row in ground.rows)
     fill = tokens / (packs * data.max_length)
     parameters = sum(value.numel() for value in head.parameters() if value.requires_grad)
+    frozen = sum(value.numel() for value in head.parameters()) - parameters
     disk = feature_bytes(ground)
-    checkpoints = (run.keep_last + 1) * parameters * 12 + 2 * parameters * 4
+    exports = 2 * (parameters + frozen) * 4
+    checkpoints = (run.keep_last + 1) * (parameters * 12 + frozen * 4) + exports
     free = shutil.disk_usage(existing(Path(run.output))).free
     lines = [
         "settings (a recipe that repeats this run):",
@@ -40,13 +42,13 @@ def describe(ground: Ground) -> str:
         ),
         "head:",
         (
-            f"  {parameters / 1e6:.2f} M trainable parameters, layers {list(ground.layers)}, "
-            f"{settings.num_steps} unrolled steps"
+            f"  {parameters / 1e6:.2f} M trainable parameters, {frozen / 1e6:.2f} M frozen, layers "
+            f"{list(ground.layers)}, {settings.num_steps} unrolled steps"
         ),
         "memory (estimate):",
         (
-            f"  weights, gradients and moments {state_bytes(parameters) / GIB:.2f} GiB, target "
-            f"{target_bytes(ground) / GIB:.2f} GiB, activations of a step "
+            f"  weights, gradients and moments {(state_bytes(parameters) + 4 * frozen) / GIB:.2f} "
+            f"GiB, target {target_bytes(ground) / GIB:.2f} GiB, activations of a step "
             f"{activation_bytes(ground) / GIB:.2f} GiB"
         ),
         "disk (estimate):",

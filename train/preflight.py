@@ -10,8 +10,10 @@ from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.eval.offline.traces import Trace
-from outrider.heads import DraftHead, HeadConfig, Tables
+from outrider.heads import DraftHead, EagleConfig, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.formats.engines import limits
+from outrider.train.kinds import EagleHeadSettings
 from outrider.train.settings import HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
@@ -49,6 +51,16 @@ def check_warm_start(config: HeadConfig, choice: HeadSettings) -> None:
                 "to keep the head's own"
                 + (", or add --rebuild-vocab" if name == "draft_vocab" else "")
             )
+
+
+def check_embedding(config: EagleConfig, choice: EagleHeadSettings) -> None:
+    """An embedding of its own is part of a head to start from."""
+    if config.own_embedding != (choice.embedding != "target"):
+        has = "an embedding of its own" if config.own_embedding else "the target's embedding"
+        raise ValueError(
+            f"embedding is {choice.embedding} but the head in init {choice.init!r} has {has}; "
+            "leave it out to keep that"
+        )
 
 
 def check_coverage(vocabulary: Vocabulary | None) -> None:
@@ -141,6 +153,7 @@ def notes(
         )
     if limit > has:
         yield f"note: the head's max_positions is {limit}, beyond the target's own {has}"
+    yield from (f"note: {line}" for line in limits(config))
     if vocabulary is not None:
         size = len(vocabulary.draft_ids_W)
         yield (

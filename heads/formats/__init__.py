@@ -53,16 +53,12 @@ def load_head(
     folder: str | Path,
     tables: Tables,
     dtype: torch.dtype = torch.float32,
-    max_length: int | None = None,
 ) -> DraftHead:
-    """Read a head of any kind, which its config tells, attached to its target's tables.
-
-    max_length is the longest context it will see; only heads with a sliding window ask for it.
-    """
+    """Read a head of any kind, which its config tells, attached to its target's tables."""
     values, found = read_folder(Path(folder))
     if speculators.is_speculators(values):
         layout: ModuleType = native
-        config: HeadConfig = speculators.read_config(values, found, tables, max_length)
+        config: HeadConfig = speculators.read_config(values, found, tables)
     else:
         layout = _layout(values)
         config = layout.read_config(values, found, tables)

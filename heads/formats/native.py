@@ -2,8 +2,14 @@
 
 What engines need stands in their own keys; what only we need (tokenizer size, explicit layers,
 provenance) stands under the one key `outrider`, which they ignore.
+
+Layers after the first are `layers.1.`, `layers.2.` and so on. Their norm before attention is
+written twice, since vLLM reads it as input_layernorm and SGLang as hidden_norm, and both have a
+place for the other name that they do not use. A window stands in layer_types and sliding_window,
+which vLLM reads; formats/engines.py says what engines cannot do.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +29,9 @@ FC_NORM_ALIASES = {
     f"aux_norm_{name}": f"fc_norm.{i}" for i, name in enumerate(("low", "mid", "high"))
 }
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FULL, SLIDING = "full_attention", "sliding_attention"
+LATER_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
+"""SGLang's name of the norm before attention of a layer after the first."""
 
 
 def config_json(
@@ -32,11 +41,11 @@ def config_json(
     values = {
         "architectures": [ARCHITECTURES[config.kind]],
         **decoder_keys(config, dtype),
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "bias": False,
     }
     if config.kind == "eagle3":
-        values |= _eagle3_keys(config)
+        values |= _eagle3_keys(config) | _window_keys(config)
     return {**values, "outrider": {"head": config.to_dict(), **notes}}
 
 
@@ -97,6 +106,14 @@ def _eagle3_keys(config: EagleConfig) -> dict[str, Any]:
     return keys
 
 
+def _window_keys(config: EagleConfig) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {}
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    kinds = [FULL if window is None else SLIDING for window in windows]
+    return {"sliding_window": config.sliding_window, "layer_types": kinds}
+
+
 def _are_default(config: EagleConfig) -> bool:
     num = config.num_target_layers
     return num >= 7 and config.aux_layers == default_aux_layers(num)
@@ -108,6 +125,9 @@ def tensors(head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
     EAGLE-1 ships a zero fc.bias: SGLang always has one and would leave it random, vLLM drops it.
     """
     state = floats_in(dtype, head.state_dict())
+    for layer in range(1, head.config.num_layers):
+        norm = state[f"layers.{layer}.input_layernorm.weight"]
+        state[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
     if head.config.kind == "eagle1":
         state["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=dtype)
     return state
@@ -147,6 +167,7 @@ def _foreign_config(
         num_target_layers=tables.num_layers,
         aux_layers=tuple(layers or ()),
         own_embedding="embed_tokens.weight" in found,
+        **stack(values),
         **flags,
     )
 
@@ -166,6 +187,28 @@ def geometry(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def stack(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How many layers flat config keys describe, and what each of them sees."""
+    num_layers = int(values.get("num_hidden_layers") or 1)
+    kinds = values.get("layer_types") or [FULL] * num_layers
+    if len(kinds) != num_layers or not {*kinds} <= {FULL, SLIDING}:
+        raise ValueError(
+            f"layer_types is {kinds}; a head of {num_layers} layers has that many, each {FULL} or "
+            f"{SLIDING}"
+        )
+    if SLIDING not in kinds:
+        return {"num_layers": num_layers}
+    window = values.get("sliding_window")
+    if not isinstance(window, int):
+        raise ValueError(f"sliding_window is {window!r}; layer_types names {SLIDING}, so give it")
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    return {
+        "num_layers": num_layers,
+        "sliding_window": window,
+        "full_attention_layers": full,
+    }
+
+
 def _kind(values: Mapping[str, Any]) -> str:
     name = (values.get("architectures") or [None])[0]
     if name in EAGLE1_NAMES:
@@ -179,15 +222,24 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
-    wanted = {"num_hidden_layers": 1, "hidden_act": "silu"}
-    for key, value in wanted.items():
-        if values.get(key, value) != value:
-            raise ValueError(
-                f"{key} is {values[key]!r}; only {value!r} is supported for a draft layer"
-            )
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(
+            f"hidden_act is {values['hidden_act']!r}; only 'silu' is supported for a draft layer"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if values.get(key):
             raise ValueError(f"{key} is {values[key]!r}; draft layers here have no biases")
+
+
+def _check_twins(found: Mapping[str, Tensor], name: str, tensor: Tensor) -> None:
+    """A later layer's one norm has two names, and engines read one or the other."""
+    other = found.get(name, tensor)
+    if other.shape != tensor.shape or not torch.equal(other, tensor):
+        twin = name.replace("input_layernorm", "hidden_norm")
+        raise ValueError(
+            f"{name} and {twin} differ, and vLLM reads the former, SGLang the latter; make them "
+            "equal to the one that the head was trained with"
+        )
 
 
 def rename(
@@ -199,9 +251,11 @@ def rename(
     named: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if config.kind == "eagle3":
-            name = (
-                name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
-            )
+            if name.startswith("layers.0."):
+                name = name.replace("layers.0.", "midlayer.", 1)
+            if LATER_NORM.fullmatch(name):
+                name = name.replace("hidden_norm", "input_layernorm")
+                _check_twins(found, name, tensor)
         for alias, ours in FC_NORM_ALIASES.items():
             name = name.replace(alias, ours)
         named[name] = tensor

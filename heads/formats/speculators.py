@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.heads.config import default_aux_layers
 from outrider.heads.eagle import EagleConfig
-from outrider.heads.formats.native import FLAGS, LAYER_IDS, geometry
+from outrider.heads.formats.native import FLAGS, LAYER_IDS, geometry, stack
 from outrider.heads.tables import Tables
 
 
@@ -20,9 +20,12 @@ def read_config(
     values: Mapping[str, Any],
     found: Mapping[str, Tensor],
     tables: Tables,
-    max_length: int | None = None,
 ) -> EagleConfig:
-    """The head's config. Its norm flags are honoured; a window shorter than the use is refused."""
+    """The head's config. Norm flags and windows are honoured as engines do.
+
+    A window counts positions, as in serving; speculators' own training lets the window of drafted
+    rows stand where their root had it, and so sees up to a draft's length more.
+    """
     kind = values["speculators_model_type"]
     if kind != "eagle3":
         raise ValueError(f"speculators_model_type is {kind!r}; only 'eagle3' heads can be read")
@@ -33,7 +36,6 @@ def read_config(
         )
     layer = values["transformer_layer_config"]
     _check_layer(layer)
-    window = _window(layer, max_length)
     rows, width = tables.output_VH.shape
     layers = values.get(LAYER_IDS) or default_aux_layers(tables.num_layers)
     flags: dict[str, Any] = {name: bool(values.get(name, False)) for name in FLAGS}
@@ -47,13 +49,13 @@ def read_config(
         num_target_layers=tables.num_layers,
         aux_layers=tuple(layers),
         own_embedding="embed_tokens.weight" in found,
+        **stack(layer),
         **flags,
-        extra={} if window is None else {"sliding_window": window},
     )
 
 
 def _check_layer(layer: Mapping[str, Any]) -> None:
-    wanted = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
+    wanted = {"model_type": "llama", "hidden_act": "silu"}
     for key, value in wanted.items():
         if layer.get(key, value) != value:
             raise ValueError(
@@ -64,17 +66,3 @@ def _check_layer(layer: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"transformer_layer_config.{key} is {layer[key]!r}; draft layers have no biases"
             )
-
-
-def _window(layer: Mapping[str, Any], max_length: int | None) -> int | None:
-    """The head's sliding window, refused unless the caller vouches for shorter contexts."""
-    if "sliding_attention" not in (layer.get("layer_types") or []):
-        return None
-    window = int(layer["sliding_window"])
-    if window >= (max_length or int(layer["max_position_embeddings"])):
-        return window
-    longest = "of unknown length" if max_length is None else f"of up to {max_length} tokens"
-    raise ValueError(
-        f"the head has a sliding window of {window} and contexts are {longest}; only full "
-        f"attention is computed here, so pass max_length of at most {window}"
-    )

@@ -178,7 +178,7 @@ def test_no_tree_is_deeper_than_the_head(
     for plan, temperature in (
         (ChainPlan(6), 0.0),
         (TreePlan(6, 2, 22), 0.0),  # all that grows
-        (DrawnPlan(6, 3, 14), 1.0),
+        (DrawnPlan(6, 3, 48), 1.0),
         (static, 0.0),
     ):
         drafter = HeadDrafter(head, plan, temperature=temperature)

@@ -227,6 +227,17 @@ def test_default_layers():
         ({}, {"kind": "eagle1", "hidden_size": 24}, "hidden_size must be 32 (is 24)"),
         ({}, {"kind": "eagle1", "draft_vocab_size": 8}, "draft_vocab_size 64 (is 8)"),
         ({}, {"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({}, {"num_layers": 0}, "num_layers is 0; it must be at least 1"),
+        ({}, {"sliding_window": 0}, "sliding_window is 0; it must be at least 1"),
+        ({}, {"full_attention_layers": (0,)}, "full_attention_layers is (0,); give layers in 0..0"),
+        (
+            {},
+            {"sliding_window": 4, "full_attention_layers": (2,), "num_layers": 2},
+            "give layers in 0..1",
+        ),
+        ({}, {"kind": "eagle1", "sliding_window": 4}, "sliding_window set for an eagle1 head"),
+        ({}, {"kind": "eagle1", "num_layers": 2}, "num_layers set for an eagle1 head"),
+        ({}, {"num_heads": 3}, "num_heads is 3; it must be a multiple of num_kv_heads (2)"),
     ],
 )
 def test_refusals(changes: dict[str, Any], settings: dict[str, Any], message: str):

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads import EagleConfig, EagleHead, load_head, save_head
+from outrider.heads.formats.engines import limits
 from outrider.heads.rope import rotary
 
 EAGLE3 = {
@@ -44,6 +45,15 @@ EAGLE1 = {
     "layers.0.mlp.down_proj.weight": [32, 48],
     "layers.0.post_attention_layernorm.weight": [32],
 }
+LATER = {
+    name.replace("midlayer", "layers.1"): shape
+    for name, shape in EAGLE3.items()
+    if name.startswith("midlayer")
+}
+LATER |= {
+    f"layers.1.self_attn.{x}_proj.weight": [n, 32] for x, n in (("q", 64), ("k", 32), ("v", 32))
+}
+"""Ordinary layers read the width once; vLLM's and SGLang's name of their norm are both there."""
 WANTED = {
     "reduced": EAGLE3 | MAPS,
     "eagle3": EAGLE3 | {"lm_head.weight": [50, 32]},
@@ -52,8 +62,12 @@ WANTED = {
     | {"lm_head.weight": [50, 32]}
     | {f"fc_norm.{i}.weight": [32] for i in range(3)},
     "eagle1": EAGLE1,
+    "two_layers": EAGLE3 | LATER | {"lm_head.weight": [50, 32]},
+    "deep_window": EAGLE3 | LATER | MAPS,
+    "own_embedding": EAGLE3 | {"lm_head.weight": [50, 32], "embed_tokens.weight": [50, 32]},
 }
 ALL = [*WANTED, "residual", "norm_output", "all", "narrow"]
+ALL += ["one_fused", "five_fused", "own_heads", "three_layers", "mixed_window", "deep_narrow"]
 
 
 def logits_of(head: EagleHead, data: Any) -> Tensor:
@@ -74,7 +88,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], obj
 
 @pytest.mark.parametrize("name", ALL)
 def test_reload_gives_the_same_logits(name: str, ref: ModuleType, tmp_path: Path):
-    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.packed_for(name)
     save_head(head, tmp_path / "head", provenance={"target": "tiny"})
     again = load_head(tmp_path / "head", head.lent(), dtype=torch.float64)
     assert again.config == head.config
@@ -128,10 +142,10 @@ def test_c11_a_tied_target_shares_rows_and_ships_none(ref: ModuleType, tmp_path:
     assert torch.equal(logits_of(again, data), logits_of(head, data))
 
 
-@pytest.mark.parametrize("name", ["eagle1", "reduced", "fc_norm"])
+@pytest.mark.parametrize("name", ["eagle1", "reduced", "fc_norm", "deep_window"])
 def test_c20_losing_or_renaming_any_tensor_is_refused(name: str, ref: ModuleType, tmp_path: Path):
     head = ref.make_head(**ref.FLAGS[name])
-    optional = ("t2d", "fc.bias")
+    optional = ("t2d", "fc.bias", "layers.1.hidden_norm.weight", "layers.1.input_layernorm.weight")
     for index, key in enumerate(sorted(WANTED[name])):
         lost, renamed = tmp_path / f"lost{index}", tmp_path / f"renamed{index}"
         save_head(head, lost)
@@ -249,12 +263,71 @@ def foreign(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_native_head_without_our_block_is_read(name: str, ref: ModuleType, tmp_path: Path):
-    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.packed_for(name)
     save_head(head, tmp_path / "head")
     edit(tmp_path / "head", foreign)
     again = load_head(tmp_path / "head", head.lent(), dtype=torch.float64)
     assert torch.equal(logits_of(again, data), logits_of(head, data))
     assert again.config.aux_layers == head.config.aux_layers
+
+
+@pytest.mark.parametrize("kept", ["input_layernorm", "hidden_norm"])
+def test_either_name_of_a_later_layers_norm_is_read(kept: str, ref: ModuleType, tmp_path: Path):
+    """vLLM and SGLang each read one of them, so a head of either's making has it at least."""
+    head, data = ref.make_head(num_layers=2), ref.Packed()
+    save_head(head, tmp_path / "head")
+    lost = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[kept]
+    edit(tmp_path / "head", lambda _, tensors: tensors.pop(f"layers.1.{lost}.weight"))
+    again = load_head(tmp_path / "head", head.lent(), dtype=torch.float64)
+    assert torch.equal(logits_of(again, data), logits_of(head, data))
+
+
+def test_norms_of_a_later_layer_that_differ_are_refused(ref: ModuleType, tmp_path: Path):
+    head = ref.make_head(num_layers=2)
+    save_head(head, tmp_path / "head")
+    edit(tmp_path / "head", lambda _, tensors: tensors["layers.1.hidden_norm.weight"].add_(1))
+    with pytest.raises(ValueError, match="vLLM reads the former, SGLang the latter"):
+        load_head(tmp_path / "head", head.lent())
+
+
+def test_a_window_stands_where_vllm_reads_it(ref: ModuleType, tmp_path: Path):
+    save_head(ref.make_head(**ref.FLAGS["mixed_window"]), tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    assert config["sliding_window"] == 2
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_a_reloaded_head_has_the_same_logits_in_fp32(ref: ModuleType, tmp_path: Path):
+    for name in ("deep_window", "deep_narrow", "five_fused"):
+        head, data = ref.make_head(**ref.FLAGS[name]).float(), ref.packed_for(name)
+        save_head(head, tmp_path / name)
+        again = load_head(tmp_path / name, head.lent())
+        assert torch.allclose(logits_of(again, data), logits_of(head, data), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        ({}, []),
+        ({"kind": "eagle1"}, []),
+        ({"num_layers": 2, "sliding_window": 9}, ["one layer", "draft-window-size 8"]),
+        (
+            {"num_layers": 2, "sliding_window": 9, "full_attention_layers": (1,)},
+            ["one l", "cannot"],
+        ),
+        ({"fc_norm": True}, ["llama.cpp ignores"]),
+        ({"norm_before_residual": True}, ["SGLang ignores"]),
+        ({"aux_layers": (1, 3, 8)}, ["SGLang does not capture layer 8"]),
+        ({"aux_layers": (4,)}, ["leaves out fc"]),
+    ],
+)
+def test_what_engines_cannot_do_is_told(
+    settings: dict[str, Any], lines: list[str], ref: ModuleType
+):
+    found = list(limits(ref.make_head(**settings).config))
+    assert len(found) == len(lines)
+    assert all(part in line for part, line in zip(lines, found, strict=True))
 
 
 def test_a_native_head_with_only_sglang_ids_is_read(ref: ModuleType, tmp_path: Path):
@@ -271,7 +344,7 @@ def to_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     kept = {key: config[key] for key in (*flags, "draft_vocab_size")}
     dropped = ("outrider", "eagle_config", "architectures", *kept)
     layer = {key: value for key, value in config.items() if key not in dropped}
-    layer["layer_types"] = ["full_attention"]
+    layer.setdefault("layer_types", ["full_attention"] * layer["num_hidden_layers"])
     config.clear()
     config.update(
         speculators_model_type="eagle3",
@@ -280,15 +353,20 @@ def to_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         eagle_aux_hidden_state_layer_ids=[2, 4, 5],
         **kept,
     )
+    tensors.pop("layers.1.hidden_norm.weight", None)
     for key in list(tensors):
         tensors[key.replace("midlayer.", "layers.0.")] = tensors.pop(key)
 
 
 @pytest.mark.parametrize(
-    "name", ["reduced", "eagle3", "residual", "norm_before_fc", "fc_norm", "all"]
+    "name",
+    [
+        *("reduced", "eagle3", "residual", "norm_before_fc", "fc_norm", "all"),
+        *("two_layers", "window_2", "deep_window", "mixed_window"),
+    ],
 )
 def test_a_speculators_head_is_read_with_its_flags(name: str, ref: ModuleType, tmp_path: Path):
-    head, data = ref.make_head(**ref.FLAGS[name]), ref.Packed()
+    head, data = ref.make_head(**ref.FLAGS[name]), ref.packed_for(name)
     save_head(head, tmp_path / "head")
     edit(tmp_path / "head", to_speculators)
     embedding = head.lent().embedding_VH.bfloat16()
@@ -296,6 +374,8 @@ def test_a_speculators_head_is_read_with_its_flags(name: str, ref: ModuleType, t
     again = load_head(tmp_path / "head", head.lent(), dtype=torch.float64)
     assert again.config.own_embedding
     assert not again.embed_tokens.weight.requires_grad
+    shape = ("num_layers", "sliding_window", "full_attention_layers", "aux_layers")
+    assert [getattr(again.config, x) for x in shape] == [getattr(head.config, x) for x in shape]
     rounded = head.lent()._replace(embedding_VH=embedding.double())
     assert torch.equal(logits_of(again, data), logits_of(head.attach(rounded), data))
 
@@ -306,12 +386,11 @@ def test_a_speculators_head_is_read_with_its_flags(name: str, ref: ModuleType, t
         ({"speculators_model_type": "dflash"}, "only 'eagle3' heads"),
         ({"norm_before_residual": None}, "readers assume different values"),
         ({"layer": {"model_type": "qwen3"}}, "model_type is 'qwen3'; only 'llama' can be read"),
-        ({"layer": {"num_hidden_layers": 2}}, "num_hidden_layers is 2"),
+        ({"layer": {"num_hidden_layers": 2, "layer_types": None}}, "missing layers.1.input_layer"),
+        ({"layer": {"num_hidden_layers": 2}}, "a head of 2 layers has that many"),
+        ({"layer": {"layer_types": ["chunked_attention"]}}, "layer_types is ['chunked_attention']"),
+        ({"layer": {"layer_types": ["sliding_attention"]}}, "sliding_window is None"),
         ({"layer": {"attention_bias": True}}, "draft layers have no biases"),
-        (
-            {"layer": {"layer_types": ["sliding_attention"], "sliding_window": 16}},
-            "pass max_length of at most 16",
-        ),
     ],
 )
 def test_a_speculators_head_that_cannot_be_computed_is_refused(
@@ -330,16 +409,13 @@ def test_a_speculators_head_that_cannot_be_computed_is_refused(
     edit(tmp_path / "head", spoil)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_head(tmp_path / "head", head.lent())
-    if "layer_types" in change.get("layer", {}):
-        short = load_head(tmp_path / "head", head.lent(), max_length=16)
-        assert short.config.extra == {"sliding_window": 16}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"architectures": ["LlamaModel"]}, "an EAGLE head says LlamaForCausalLMEagle3"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; only 1"),
+        ({"num_hidden_layers": 2}, r"missing layers\.1\."),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "have no biases"),
     ],
