@@ -40,6 +40,7 @@ RUNS = {
     "lk_lambda": "--loss lk_lambda",
     "reverse_kl": "--loss reverse_kl",
     "decay_0.8": "--unroll-decay 0.8",
+    "ema": "--ema 0.999",
     "adamw": "--optimizer adamw",
     "cosine": "--schedule cosine",
     "late_layers": "--aux-layers 15 21 27",

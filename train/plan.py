@@ -24,7 +24,9 @@ def describe(ground: Ground) -> str:
     fill = tokens / (packs * data.max_length)
     parameters = sum(value.numel() for value in head.parameters() if value.requires_grad)
     disk = feature_bytes(ground)
-    checkpoints = (run.keep_last + 1) * parameters * 12 + 2 * parameters * 4
+    has_average = settings.optim.ema is not None
+    state = state_bytes(parameters, has_average=has_average)
+    checkpoints = (run.keep_last + 1) * (state - parameters * 4) + 2 * parameters * 4
     free = shutil.disk_usage(existing(Path(run.output))).free
     lines = [
         "settings (a recipe that repeats this run):",
@@ -45,7 +47,8 @@ def describe(ground: Ground) -> str:
         ),
         "memory (estimate):",
         (
-            f"  weights, gradients and moments {state_bytes(parameters) / GIB:.2f} GiB, target "
+            f"  weights, gradients, moments{' and average' if has_average else ''} "
+            f"{state / GIB:.2f} GiB, target "
             f"{target_bytes(ground) / GIB:.2f} GiB, activations of a step "
             f"{activation_bytes(ground) / GIB:.2f} GiB"
         ),
