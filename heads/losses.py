@@ -126,6 +126,21 @@ def smooth_l1(predicted_ND: Tensor, state_ND: Tensor) -> Tensor:
     return loss_ND.mean(-1)
 
 
+def channel_noise(state_BTD: Tensor, counted_BT: Tensor, share: float) -> Tensor:
+    """The states plus normal noise of `share` times each channel's own standard deviation.
+
+    The deviation is taken over the positions that are counted: leave out padding, and the first
+    position of every document, whose state is many times larger than all others.
+    """
+    exact = torch.promote_types(state_BTD.dtype, torch.float32)
+    state_ND = state_BTD[counted_BT].to(exact)
+    if not len(state_ND):
+        return state_BTD
+    noise = torch.randn(state_BTD.shape, dtype=exact, device=state_BTD.device)
+    scaled = noise * (share * state_ND.std(0, correction=0))
+    return state_BTD + scaled.to(state_BTD.dtype)
+
+
 def feature_noise(state_BTD: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """EAGLE-1's augmentation: uniform noise in +-0.1 times 512 / T (EAGLE's train/main.py).
 

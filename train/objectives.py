@@ -13,13 +13,14 @@ Letters: B packs, T positions, P predicted tokens, K unroll steps, V target voca
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from outrider.data.batches import Batch
 from outrider.heads.base import DraftHead, Predicted, States
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
-from outrider.heads.losses import feature_noise, smooth_l1
+from outrider.heads.losses import channel_noise, feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
 from outrider.train.kinds import EagleObjective
 from outrider.train.parts import StepOutput
@@ -120,6 +121,26 @@ class DraftTask(nn.Module):
         return StepOutput(loss=scored.loss, sums=sums, counts=counts)
 
 
+class Eagle3Task(DraftTask):
+    """The divergence over features that may be disturbed in training.
+
+    Random numbers come from the global generator, which the loop seeds by seed, step and rank.
+    """
+
+    objective: EagleObjective  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    @override
+    def seen(self, batch: Batch) -> States:
+        seen, objective = super().seen(batch), self.objective
+        if not self.training:
+            return seen
+        aux_BTF = seen.aux_BTF
+        if objective.feature_noise_std:
+            counted_BT = (batch.document_BT > 0) & (batch.position_BT > 0)
+            aux_BTF = channel_noise(aux_BTF, counted_BT, objective.feature_noise_std)
+        return seen._replace(aux_BTF=F.dropout(aux_BTF, objective.feature_dropout))
+
+
 class Eagle1Task(DraftTask):
     """EAGLE-1's objective: the divergence beside a loss on the next state, over noisy features."""
 
@@ -146,8 +167,8 @@ class Eagle1Task(DraftTask):
         return StepOutput(loss, sums, out.counts | {"feature_loss": is_valid_P.sum()})
 
 
-TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task}
-"""Kinds of head whose objective is more than the divergence."""
+TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task, "eagle3": Eagle3Task}
+"""Kinds of head whose objective is more than the divergence, or whose features are disturbed."""
 
 
 def task_of(

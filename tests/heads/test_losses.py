@@ -216,3 +216,15 @@ def test_best_is_inside_looks_at_the_whole_vocabulary(ref: ModuleType):
     assert torch.equal(fused.best_is_inside(head, state, chunk=7), wanted)
     assert wanted.any()
     assert not wanted.all()
+
+
+def test_channel_noise_follows_each_channel_and_leaves_uncounted_positions_out_of_it() -> None:
+    torch.manual_seed(0)
+    state_BTD = torch.randn(2, 500, 3) * torch.tensor([1.0, 10.0, 0.0]) + 5
+    state_BTD[:, 0] = 1e6
+    counted_BT = torch.ones(2, 500).bool()
+    counted_BT[:, 0] = False
+    noise = losses.channel_noise(state_BTD, counted_BT, 0.2)[:, 1:] - state_BTD[:, 1:]
+    assert torch.allclose(noise.std((0, 1)), torch.tensor([0.2, 2.0, 0.0]), rtol=0.1)
+    assert abs(float(noise[..., 1].mean())) < 0.3
+    assert torch.equal(losses.channel_noise(state_BTD, counted_BT & False, 0.2), state_BTD)

@@ -287,6 +287,28 @@ def test_noise_disturbs_training_only() -> None:
     assert value(noisy.eval()) == value(quiet) == value(quiet)
 
 
+@pytest.mark.parametrize("flag", ["feature_noise_std", "feature_dropout"])
+def test_fused_features_are_disturbed_in_training_only_and_the_same_for_the_same_seed(
+    flag: str,
+) -> None:
+    head = make_head("eagle3", 25)
+    (batch,) = packed(memory([[0] * 4 + [1] * 8, [1] * 7]), 20)
+
+    def seen(task: DraftTask, seed: int = 0) -> Tensor:
+        torch.manual_seed(seed)
+        return task.seen(batch).aux_BTF
+
+    task = task_of(head, EagleObjective(**{flag: 0.3}), num_steps=3)  # pyrefly: ignore
+    plain = task_of(head, EagleObjective(), num_steps=3)
+    assert torch.equal(seen(task), seen(task))
+    assert not torch.equal(seen(task), seen(task, 1))
+    assert not torch.equal(seen(task), batch.aux_BTF)
+    assert torch.equal(seen(plain), batch.aux_BTF)
+    assert torch.equal(seen(task.eval()), batch.aux_BTF)
+    teacher = task.train()(task.prepare(batch)).loss
+    assert not torch.equal(teacher, plain(plain.prepare(batch)).loss)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", *KINDS])
 def test_bf16_computes_near_fp32_and_gives_fp32_gradients(kind: str) -> None:
     head = make_task(kind).head.float()
