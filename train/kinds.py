@@ -111,6 +111,7 @@ class EagleRun(Settings):
     objective: EagleObjective
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head.head == "eagle1" and self.objective.unroll_steps not in (None, 1):
             raise ValueError(
                 f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
