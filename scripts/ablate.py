@@ -40,14 +40,21 @@ RUNS = {
     "lk_lambda": "--loss lk_lambda",
     "reverse_kl": "--loss reverse_kl",
     "decay_0.8": "--unroll-decay 0.8",
+    "document": "--normalise document",
     "ema": "--ema 0.999",
     "adamw": "--optimizer adamw",
     "cosine": "--schedule cosine",
     "late_layers": "--aux-layers 15 21 27",
-    "early_layers": "--aux-layers 2 8 15",
     "unroll_5": "--unroll-steps 5",
+    "early_layers": "--aux-layers 2 8 15",
+    "jsd": "--loss jsd",
+    "tv_ce": "--loss tv:0.9,soft_ce:0.1",
+    "top_64": "--teacher-top-k 64",
+    "noise": "--feature-noise-std 0.1",
+    "dropout": "--feature-dropout 0.1",
 }
-"""What each run adds to the recipe. Layers are those of the demo's target, which has 30."""
+"""What each run adds to the recipe; the first MOST_RUNS are the ablation unless others are asked
+for. Layers are those of the demo's target, which has 30."""
 
 MOST_RUNS, MOST_MINUTES = 12, 12.0
 """What one ablation may hold, and how long a run may train; a longer one is marked."""
@@ -62,7 +69,7 @@ class Settings:
 
     output: Path = Path("runs/ablate")
     """Receives a folder a run, traces, table.md and ablation.json."""
-    runs: tuple[str, ...] = tuple(RUNS)
+    runs: tuple[str, ...] = tuple(RUNS)[:MOST_RUNS]
     """Names of the runs to compare; the first is what the others are compared with."""
     list: bool = False
     """Print the runs and their flags, and stop."""
