@@ -3,17 +3,22 @@
 The gradient with respect to the logits is known as soon as the logits are, so both matrix products
 of the backward pass run in the forward one and no [rows, vocabulary] tensor outlives its chunk.
 
-Letters: P predicted tokens, K steps, D draft hidden size, H target hidden size, W draft vocabulary.
+The elementwise work runs in slices that stay in cache on a CPU, and compiled on a GPU.
+
+Letters: P predicted tokens, K steps, D draft hidden size, H target hidden size, W draft vocabulary,
+M divergences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.heads.base import DraftHead
-from outrider.heads.losses import Slope, objective, slope
+from outrider.heads.objective import Objective
+from outrider.heads.slopes import Slope, slope
 from outrider.heads.tables import Tables, bend
 
 CHUNK_ELEMENTS = 1 << 23
@@ -31,6 +36,8 @@ class Teacher(NamedTuple):
     """Rows of the target's output head for the proposable draft ids."""
     tables: Tables
     """For the target's own scale and cap on logits."""
+    bends_draft: bool = False
+    """Whether the draft's logits get them too."""
 
 
 class Scored(NamedTuple):
@@ -40,21 +47,28 @@ class Scored(NamedTuple):
     """Sum of weight times loss."""
     loss_PK: Tensor
     """Unweighted loss of every pair."""
+    each_PKM: Tensor
+    """Every divergence of every pair, without its weight in the objective."""
     accept_PK: Tensor
-    """Sum of min(p, q) of every pair, over the draft vocabulary with p renormalised on it."""
+    """Sum of min(p, q) of every pair, over the draft vocabulary with p renormalised on it, at the
+    objective's temperature."""
 
 
-def teacher_probs(teacher: Teacher, rows: slice | None = None) -> Tensor:
+SOFT_CE = Objective()
+
+
+def teacher_probs(teacher: Teacher, rows: slice | None = None, temperature: float = 1.0) -> Tensor:
     """The target's law over the draft vocabulary, renormalised there; [rows, W], fp32 or better."""
     state = teacher.state_PH if rows is None else teacher.state_PH[rows]
     logits = state.to(teacher.table_WH.dtype) @ teacher.table_WH.T
     exact = torch.promote_types(logits.dtype, torch.float32)
-    return bend(logits.to(exact), teacher.tables).softmax(-1)
+    scaled = bend(logits.to(exact), teacher.tables)
+    return (scaled if temperature == 1 else scaled / temperature).softmax(-1)
 
 
 def teacher_of(head: DraftHead, state_PH: Tensor, dtype: torch.dtype) -> Teacher:
     """The teacher of a head for given target states."""
-    return Teacher(state_PH, head.teacher_rows(dtype), head.lent())
+    return Teacher(state_PH, head.teacher_rows(dtype), head.lent(), head.is_bent)
 
 
 def best_is_inside(head: DraftHead, state_PH: Tensor, chunk: int = 1024) -> Tensor:
@@ -74,7 +88,7 @@ def score_pairs(
     outputs: Sequence[Tensor],
     teacher: Teacher,
     weight_PK: Tensor,
-    name: str = "soft_ce",
+    objective: Objective = SOFT_CE,
 ) -> Scored:
     """Objective of every pair against its teacher, summed with weights (zero: not in the loss).
 
@@ -82,23 +96,23 @@ def score_pairs(
     (head.output_weights), one for all steps or one for each: fp32 master weights are fine, the
     products run in the dtype of hidden. The teacher's law is made once for all steps.
     """
-    objective(name)
     if len(outputs) not in (1, hidden_PKD.shape[1]):
         raise ValueError(
             f"{len(outputs)} output heads are given for {hidden_PKD.shape[1]} steps; give one for "
             "all of them, or one for each"
         )
-    return Scored(*_ScorePairs.apply(hidden_PKD, teacher, weight_PK, name, *outputs))
+    return Scored(*_ScorePairs.apply(hidden_PKD, teacher, weight_PK, objective, *outputs))
 
 
 class _ScorePairs(torch.autograd.Function):
     @staticmethod
-    def forward(*args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-        ctx, hidden_PKD, teacher, weight_PK, name, *outputs = args
+    def forward(*args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
+        ctx, hidden_PKD, teacher, weight_PK, objective, *outputs = args
         tables = [output_WD.to(hidden_PKD.dtype) for output_WD in outputs]
         exact = torch.promote_types(hidden_PKD.dtype, torch.float32)
         weight_PK = weight_PK.to(exact)
-        loss_PK, accept_PK = torch.empty_like(weight_PK), torch.empty_like(weight_PK)
+        accept_PK = torch.empty_like(weight_PK)
+        each_PKM = weight_PK.new_empty(*weight_PK.shape, len(objective.terms))
         needs_hidden, needs_outputs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grad_hidden = torch.empty_like(hidden_PKD) if needs_hidden else None
         grads: list[Tensor | None] = [None] * len(outputs)
@@ -106,12 +120,13 @@ class _ScorePairs(torch.autograd.Function):
         size = max(1, CHUNK_ELEMENTS // (steps * tables[0].shape[0]))
         for start in range(0, hidden_PKD.shape[0], size):
             rows = slice(start, start + size)
-            probs = teacher_probs(teacher, rows)
+            probs = teacher_probs(teacher, rows, objective.temperature)
             for index, table in enumerate(tables):
                 span = (rows, slice(index * steps, (index + 1) * steps))
                 hidden = hidden_PKD[span].flatten(0, 1)
                 logits_XW = hidden @ table.T
-                _score_chunk(logits_XW, probs, (loss_PK[span], accept_PK[span]), name)
+                scorer = scorer_of(teacher, objective, is_compiled=logits_XW.is_cuda)
+                _score_chunk(logits_XW, probs, (each_PKM[span], accept_PK[span]), scorer)
                 # Weights scale rows, so they touch the narrow factors and not the wide gradient.
                 weight = weight_PK[span].flatten().unsqueeze(1).to(hidden.dtype)
                 if grad_hidden is not None:
@@ -125,8 +140,9 @@ class _ScorePairs(torch.autograd.Function):
             if needs_outputs[index] and grads[index] is None:
                 grads[index] = torch.zeros_like(output_WD)
         ctx.save_for_backward(grad_hidden, *grads)
-        ctx.mark_non_differentiable(loss_PK, accept_PK)
-        return (loss_PK * weight_PK).sum(), loss_PK, accept_PK
+        loss_PK = each_PKM @ each_PKM.new_tensor(objective.weights)
+        ctx.mark_non_differentiable(loss_PK, each_PKM, accept_PK)
+        return (loss_PK * weight_PK).sum(), loss_PK, each_PKM, accept_PK
 
     @staticmethod
     def backward(ctx: Any, *grads_out: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -139,34 +155,56 @@ class _ScorePairs(torch.autograd.Function):
         return found[0], None, None, None, *found[1:]
 
 
+Scorer = Callable[[Tensor, Tensor], Slope]
+
+
+def scorer_of(teacher: Teacher, objective: Objective, *, is_compiled: bool) -> Scorer:
+    """The function of raw logits and the teacher's law that a chunk is scored with."""
+    bent = (teacher.tables.logit_scale, teacher.tables.softcap) if teacher.bends_draft else None
+    return (_compiled if is_compiled else _plain)(objective, bent)
+
+
+def _plain(objective: Objective, bent: tuple[float, float | None] | None) -> Scorer:
+    return partial(_score, objective=objective, bent=bent)
+
+
+@cache
+def _compiled(objective: Objective, bent: tuple[float, float | None] | None) -> Scorer:
+    """One fused kernel or a few, for any number of rows."""
+    return torch.compile(_plain(objective, bent), dynamic=True)
+
+
+def _score(
+    raw_PKW: Tensor,
+    probs_P1W: Tensor,
+    *,
+    objective: Objective,
+    bent: tuple[float, float | None] | None,
+) -> Slope:
+    """The objective and its gradient by raw logits, through the target's scale and cap if any."""
+    if bent is None:
+        return slope(raw_PKW, probs_P1W, objective)
+    scale, cap = bent
+    if cap is None:
+        found = slope(raw_PKW * scale, probs_P1W, objective)
+        return found._replace(grad_PKW=found.grad_PKW * scale)
+    inner = torch.tanh(raw_PKW * (scale / cap))
+    found = slope(cap * inner, probs_P1W, objective)
+    return found._replace(grad_PKW=found.grad_PKW * (scale * (1 - inner**2)))
+
+
 def _score_chunk(
-    logits_XW: Tensor, probs_PW: Tensor, out: tuple[Tensor, Tensor], name: str
+    logits_XW: Tensor, probs_PW: Tensor, out: tuple[Tensor, Tensor], scorer: Scorer
 ) -> None:
-    """Fill losses and acceptances, and overwrite the logits with their gradient."""
-    loss_PK, accept_PK = out
-    steps, width = loss_PK.shape[1], logits_XW.shape[1]
+    """Fill divergences and acceptances, and overwrite the logits with their gradient."""
+    each_PKM, accept_PK = out
+    steps, width = accept_PK.shape[1], logits_XW.shape[1]
     size = max(1, SLICE_ELEMENTS // (steps * width))
-    for start in range(0, loss_PK.shape[0], size):
+    if logits_XW.is_cuda:
+        size = len(accept_PK)
+    for start in range(0, accept_PK.shape[0], size):
         rows = slice(start, start + size)
         part = logits_XW[start * steps : (start + size) * steps].unflatten(0, (-1, steps))
-        logits = part.to(loss_PK.dtype)
-        probs = probs_PW[rows].unsqueeze(1)
-        if name in ("soft_ce", "kl"):
-            scored, accept = _cross_entropy(logits, probs, name)
-        else:
-            scored = slope(name, logits, probs)
-            accept = torch.minimum(logits.softmax(-1), probs).sum(-1)
-        loss_PK[rows], accept_PK[rows] = scored.loss_N, accept
-        part.copy_(scored.grad_NW)
-
-
-def _cross_entropy(logits: Tensor, probs: Tensor, name: str) -> tuple[Slope, Tensor]:
-    """Closed form of soft_ce and kl: the gradient is q - p, and min(p, q) sums to 1 - |q - p|/2."""
-    top = logits.amax(-1, keepdim=True)
-    dot = (logits @ probs.transpose(-1, -2)).squeeze(-1)
-    grad = logits.softmax(-1)
-    loss = (top - grad.amax(-1, keepdim=True).log()).squeeze(-1) - dot
-    if name == "kl":
-        loss = loss + torch.xlogy(probs, probs).sum(-1)
-    grad.sub_(probs)
-    return Slope(loss, grad), 1 - 0.5 * torch.linalg.vector_norm(grad, ord=1, dim=-1)
+        scored = scorer(part.to(accept_PK.dtype), probs_PW[rows].unsqueeze(1))
+        each_PKM[rows], accept_PK[rows] = scored.each_PKM, scored.accept_PK
+        part.copy_(scored.grad_PKW)

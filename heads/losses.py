@@ -1,15 +1,14 @@
 """Training objectives as pure functions: a loss per position, its sum and count, nothing hidden.
 
 Every objective takes the draft's logits and the target's probabilities over the same vocabulary
-and returns one loss per row, in fp32 or better. `slope` forms of the same objectives return the
-gradient with respect to the logits as well; heads/fused.py uses them.
+and returns one loss per row, in fp32 or better. heads/slopes.py has their gradients in closed form,
+which training uses; heads/objective.py mixes them.
 
-Letters: N rows, W draft vocabulary, D feature size.
+Letters: N rows, W draft vocabulary, C outcomes (top tokens and the tail), D feature size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +30,6 @@ class Total:
     def mean(self) -> Tensor:
         """Average per counted position; zero when nothing was counted."""
         return self.sum / self.count.clamp(min=1)
-
-
-class Slope(NamedTuple):
-    """Losses of rows and their gradient with respect to the logits."""
-
-    loss_N: Tensor
-    grad_NW: Tensor
 
 
 def total(loss_N: Tensor, mask_N: Tensor) -> Total:
@@ -71,6 +63,19 @@ def reverse_kl(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - teacher_NW.clamp(min=TINY).log())).sum(-1)
 
 
+def jsd(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Jensen-Shannon divergence in nats, log 2 at most (Lin 1991)."""
+    q_NW = _log_probs(logits_NW).exp()
+    middle_NW = (teacher_NW + q_NW) / 2
+    return _entropy(middle_NW) - (_entropy(teacher_NW) + _entropy(q_NW)) / 2
+
+
+def hard_ce(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
+    """Cross-entropy to the target's likeliest token."""
+    best_N1 = teacher_NW.argmax(-1, keepdim=True)
+    return -_log_probs(logits_NW).gather(-1, best_N1).squeeze(-1)
+
+
 def tv(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
     """Total variation distance: exactly one minus the acceptance of rejection sampling."""
     return 0.5 * (teacher_NW - _log_probs(logits_NW).exp()).abs().sum(-1)
@@ -82,12 +87,16 @@ def acceptance(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
 
 
 def lk_alpha(logits_NW: Tensor, teacher_NW: Tensor) -> Tensor:
-    """Minus log acceptance."""
+    """Minus log acceptance (Samarin et al. 2026, "LK Losses", arXiv 2602.23881)."""
     return -acceptance(logits_NW, teacher_NW).clamp(min=TINY).log()
 
 
 def lk_lambda(logits_NW: Tensor, teacher_NW: Tensor, decay: float = 3.0) -> Tensor:
-    """Mix w KL + (1 - w) TV, w = exp(-decay * acceptance) held constant in the gradient."""
+    """Mix w KL + (1 - w) TV, w = exp(-decay * acceptance) held constant in the gradient.
+
+    The hybrid of the same paper. w belongs to the row, as in speculators (losses/eager.py);
+    Model-Optimizer takes one w a draft depth, from the mean acceptance there.
+    """
     weight_N = (-decay * acceptance(logits_NW, teacher_NW).detach()).exp()
     kl_N, tv_N = kl(logits_NW, teacher_NW), tv(logits_NW, teacher_NW)
     return weight_N * kl_N + (1 - weight_N) * tv_N
@@ -97,26 +106,34 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "soft_ce": soft_ce,
     "kl": kl,
     "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "hard_ce": hard_ce,
     "tv": tv,
     "lk_alpha": lk_alpha,
     "lk_lambda": lk_lambda,
 }
 
 
-def objective(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The objective of that name."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"objective is {name!r}; choose one of {', '.join(sorted(OBJECTIVES))}")
-    return OBJECTIVES[name]
+def coarsen(logits_NW: Tensor, teacher_NW: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Both laws over the teacher's top_k tokens and one more outcome, "any other token".
 
+    The last outcome holds the whole mass of the tail, on both sides, so both laws still sum to one
+    and the teacher's probabilities are the exact ones. A divergence between the coarse laws is at
+    most the one between the whole laws, and zero where the draft has the teacher's probability of
+    every top token: how it spreads the tail over tokens is then its own affair.
 
-def slope(name: str, logits_NW: Tensor, teacher_NW: Tensor) -> Slope:
-    """Loss and its gradient by autograd, for objectives without a closed form worth the lines."""
-    with torch.enable_grad():
-        logits = logits_NW.detach().requires_grad_()
-        loss_N = objective(name)(logits, teacher_NW)
-        (grad_NW,) = torch.autograd.grad(loss_N.sum(), logits)
-    return Slope(loss_N.detach(), grad_NW)
+    Returns:
+        Log-probabilities of the draft (which serve as logits) and probabilities of the teacher,
+        [N, top_k + 1]; as they were if top_k is not less than W.
+    """
+    if top_k >= teacher_NW.shape[-1]:
+        return logits_NW, teacher_NW
+    log_q_NW = _log_probs(logits_NW)
+    top_NC, ids_NC = teacher_NW.topk(top_k, dim=-1)
+    tail_N1 = teacher_NW.scatter(-1, ids_NC, 0).sum(-1, keepdim=True)
+    rest_NW = log_q_NW.scatter(-1, ids_NC, float("-inf"))
+    log_q_NC = torch.cat([log_q_NW.gather(-1, ids_NC), rest_NW.logsumexp(-1, keepdim=True)], -1)
+    return log_q_NC, torch.cat([top_NC, tail_N1], -1)
 
 
 def smooth_l1(predicted_ND: Tensor, state_ND: Tensor) -> Tensor:
@@ -124,6 +141,21 @@ def smooth_l1(predicted_ND: Tensor, state_ND: Tensor) -> Tensor:
     exact = torch.promote_types(predicted_ND.dtype, torch.float32)
     loss_ND = F.smooth_l1_loss(predicted_ND.to(exact), state_ND.to(exact), reduction="none")
     return loss_ND.mean(-1)
+
+
+def channel_noise(state_BTD: Tensor, counted_BT: Tensor, share: float) -> Tensor:
+    """The states plus normal noise of `share` times each channel's own standard deviation.
+
+    The deviation is taken over the positions that are counted: leave out padding, and the first
+    position of every document, whose state is many times larger than all others.
+    """
+    exact = torch.promote_types(state_BTD.dtype, torch.float32)
+    state_ND = state_BTD[counted_BT].to(exact)
+    if not len(state_ND):
+        return state_BTD
+    noise = torch.randn(state_BTD.shape, dtype=exact, device=state_BTD.device)
+    scaled = noise * (share * state_ND.std(0, correction=0))
+    return state_BTD + scaled.to(state_BTD.dtype)
 
 
 def feature_noise(state_BTD: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -98,6 +98,12 @@ class RowPlan:
         tensors = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **tensors, blocks=_on(device, self.blocks))
 
+    def by_document(self, value_P: Tensor) -> Tensor:
+        """For every predicted token the sum of the values of all those in its document."""
+        number_P = self.document_M[self.predicted_P]
+        sums = value_P.new_zeros(int(self.document_M.max()) + 1).index_add(0, number_P, value_P)
+        return sums[number_P]
+
     def pairs(self, hidden: list[Tensor]) -> Tensor:
         """Hidden states of the loss pairs [P, K, D]; rows without a pair are arbitrary."""
         return torch.stack(self.columns(hidden), dim=1)

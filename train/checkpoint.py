@@ -1,8 +1,8 @@
 """Checkpoints that continue bit for bit: written whole or not at all, checked before use.
 
 checkpoints/step-N holds head.safetensors (weights and vocabulary map), optimizer.pt,
-schedule.json and state.json (position, settings, sizes of the other files). Random numbers need
-no state: each step seeds its own from (seed, step, rank).
+schedule.json, ema.safetensors where weights are averaged, and state.json (position, settings, sizes
+of the other files). Random numbers need no state: each step seeds its own from (seed, step, rank).
 """
 
 import json
@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outrider.data.files import write_whole
+from outrider.train.ema import WeightAverage
 
 T = TypeVar("T")
 
-REQUIRED = {
+FILES = {
     "head": "head.safetensors",
     "optimizer": "optimizer.pt",
     "schedule": "schedule.json",
+    "average": "ema.safetensors",
 }
+WAIVABLE = ("optimizer", "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Stateful:
 
     head: nn.Module
     optimizers: list[Optimizer]
+    average: WeightAverage | None = None
     world: int = 1
 
 
@@ -77,9 +81,12 @@ def save(output: Path, position: Position, live: Stateful, claims: Claims) -> Pa
     draft.mkdir(parents=True)
     weights = {name: value.detach().cpu() for name, value in live.head.state_dict().items()}
     tensors = {name: value.contiguous() for name, value in weights.items()}
-    save_file(tensors, draft / REQUIRED["head"])
-    torch.save([item.state_dict() for item in live.optimizers], draft / REQUIRED["optimizer"])
-    write_json(draft / REQUIRED["schedule"], claims.schedule | {"step": position.step})
+    save_file(tensors, draft / FILES["head"])
+    torch.save([item.state_dict() for item in live.optimizers], draft / FILES["optimizer"])
+    if live.average is not None:
+        stored = {name: value.cpu() for name, value in live.average.average.items()}
+        save_file(stored, draft / FILES["average"])
+    write_json(draft / FILES["schedule"], claims.schedule | {"step": position.step})
     sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     state = {"position": asdict(position), "world": live.world, "files": sizes}
     write_json(draft / "state.json", state | asdict(claims))
@@ -99,6 +106,8 @@ def restore(folder: Path, live: Stateful, claims: Claims, waive: Iterable[str] =
         )
     check_files(folder, state, waived)
     live.head.load_state_dict(load_weights(folder, live.head))
+    if live.average is not None:
+        live.average.load(whole(folder, "average", load_file))
     if "optimizer" not in waived:
         stored = whole(folder, "optimizer", lambda path: torch.load(path, weights_only=True))
         for optimizer, values in zip(live.optimizers, stored, strict=True):
@@ -126,10 +135,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 def whole(folder: Path, piece: str, read: Callable[[Path], T]) -> T:
     """Read one file of a checkpoint; damage is an error that names it."""
     try:
-        return read(folder / REQUIRED[piece])
+        return read(folder / FILES[piece])
     except Exception as error:  # whatever pickle, zip, safetensors or json raise
         raise ValueError(
-            f"checkpoint {folder}: {REQUIRED[piece]} (the {piece}) is damaged ({error}); delete "
+            f"checkpoint {folder}: {FILES[piece]} (the {piece}) is damaged ({error}); delete "
             "the folder to go back to the checkpoint before"
         ) from error
 
@@ -150,14 +159,14 @@ def check_claims(folder: Path, state: dict[str, Any], claims: Claims) -> None:
 def check_files(folder: Path, state: dict[str, Any], waived: set[str]) -> None:
     """Refuse missing or cut files unless their piece is waived by name."""
     for name, size in state["files"].items():
-        piece = next(piece for piece, file in REQUIRED.items() if file == name)
+        piece = next(piece for piece, file in FILES.items() if file == name)
         path = folder / name
         if piece in waived:
             continue
         if not path.is_file() or path.stat().st_size != size:
             fault = "lacks" if not path.is_file() else "holds a cut"
             remedy = "put it back or delete the folder to go back to the checkpoint before"
-            if piece != "head":
+            if piece in WAIVABLE:
                 remedy += f", or go on without it by --waive {piece}"
             raise ValueError(f"checkpoint {folder} {fault} {name} (the {piece}); {remedy}")
 

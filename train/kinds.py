@@ -127,8 +127,18 @@ class EagleObjective(ObjectiveSettings):
     feature_noise: bool = True
     """eagle1 only: disturb the input features by EAGLE's uniform noise."""
 
+    feature_noise_std: float = 0.0
+    """eagle3 only: disturb the fused features in training by normal noise of this share of each
+    channel's standard deviation over the batch."""
+
+    feature_dropout: float = 0.0
+    """eagle3 only: chance that an entry of the fused features is zero in a step of training; the
+    others grow to keep the mean."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("feature_noise_std", self.feature_noise_std, low=0)
+        check_range("feature_dropout", self.feature_dropout, low=0, below=1)
         if self.unroll_steps is not None:
             check_range("unroll_steps", self.unroll_steps, low=1, high=32)
         for name in ("feature_weight", "token_weight"):
@@ -146,6 +156,7 @@ class EagleRun(Settings):
     objective: EagleObjective
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head.head == "eagle1" and self.objective.unroll_steps not in (None, 1):
             raise ValueError(
                 f"unroll_steps is {self.objective.unroll_steps} with head eagle1, which trains "
@@ -158,6 +169,13 @@ class EagleRun(Settings):
                 raise ValueError(
                     f"{name} is {value} with head eagle1, one layer that continues the target's "
                     "last state with the target's own tables; leave it out or use head eagle3"
+                )
+        for name in ("feature_noise_std", "feature_dropout"):
+            value = getattr(self.objective, name)
+            if self.head.head == "eagle1" and value:
+                raise ValueError(
+                    f"{name} is {value} with head eagle1, which fuses no features; leave it out or "
+                    "use --feature-noise"
                 )
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.train import checkpoint, optim, schedule
 from outrider.train.checkpoint import Claims, Position, Stateful
+from outrider.train.ema import WeightAverage
 from outrider.train.journal import Journal, Meter, Stopwatch
 from outrider.train.parts import Parts, Score, StepOutput, Stopped, TrainingStopped, Work
 from outrider.train.settings import Settings
@@ -44,7 +45,11 @@ class Loop:
         self.head = parts.task.head
         built = optim.build(self.head, self.settings.optim)
         self.task, *self.optimizers = self.accelerator.prepare(parts.task, *built)
-        self.live = Stateful(head=self.head, optimizers=self.optimizers, world=self.world)
+        decay = self.settings.optim.ema
+        self.average = None if decay is None else WeightAverage(self.head, decay)
+        self.live = Stateful(
+            head=self.head, optimizers=self.optimizers, average=self.average, world=self.world
+        )
         self.claims = Claims(
             settings=parts.identity,
             schedule={"num_steps": self.num_steps, "per_epoch": self.per_epoch},
@@ -113,6 +118,8 @@ class Loop:
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            if self.average is not None:
+                self.average.update(step)
         self.meter.grad_norm = norm
         self.meter.tokens += tokens
         self.advance(tokens)
@@ -202,7 +209,8 @@ class Loop:
         self.flush()
         if self.accelerator.is_main_process:
             candidate = self.output / ".candidate"
-            self.parts.export(candidate)
+            with nullcontext() if self.average is None else self.average.applied():
+                self.parts.export(candidate)
             if self.parts.score is not None:
                 self.judge(candidate, self.parts.score(candidate))
             checkpoint.replace_folder(candidate, self.output / "last")

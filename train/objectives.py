@@ -1,7 +1,9 @@
 """What a head of any kind optimises: a batch becomes row plan and weights, then loss and measures.
 
-Every supervised token that some row can predict counts decay^k at unroll step k, whatever the row,
-pack or batch it stands in; the loop divides by the weights of the whole accumulation window.
+Every supervised token that some row can predict counts the weight of step k at unroll step k,
+whatever the row, pack or batch it stands in; or, where documents are to weigh the same, that over
+the sum of all such weights in its document, so that every document counts one. The loop divides by
+the weights of the whole accumulation window, over all ranks.
 A supervised token outside the draft vocabulary leaves the loss. For text that the target wrote
 greedily these are the positions whose likeliest token cannot be drafted, which EAGLE-3 drops; for
 sampled text a position stays with the chance that its law lies inside, so that the loss is, in
@@ -13,13 +15,14 @@ Letters: B packs, T positions, P predicted tokens, K unroll steps, V target voca
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from outrider.data.batches import Batch
 from outrider.heads.base import DraftHead, Predicted, States
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
-from outrider.heads.losses import feature_noise, smooth_l1
+from outrider.heads.losses import channel_noise, feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
 from outrider.train.kinds import EagleObjective
 from outrider.train.parts import StepOutput
@@ -66,7 +69,8 @@ class DraftTask(nn.Module):
         self.objective = objective
         self.num_steps = num_steps
         self.dtype = dtype
-        self.step_weight_K = objective.unroll_decay ** torch.arange(num_steps, dtype=torch.float64)
+        self.divergence = objective.divergence()
+        self.step_weight_K = torch.tensor(objective.weights(num_steps), dtype=torch.float64)
         draft_ids = head.draft_ids_W[: head.config.num_proposable].cpu()
         self.is_inside_V = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         self.is_inside_V[draft_ids] = True
@@ -76,6 +80,8 @@ class DraftTask(nn.Module):
         mask_BT = batch.mask_BT & self.is_inside_V[batch.ids_BT]
         plan = RowPlan.from_mask(mask_BT, batch.document_BT, self.num_steps)
         weight_PK = plan.valid_PK * self.step_weight_K
+        if self.objective.normalise == "document":
+            weight_PK = weight_PK / plan.by_document(weight_PK.sum(1)).unsqueeze(1)
         return DraftWork(
             batch=batch,
             plan=plan,
@@ -107,7 +113,7 @@ class DraftTask(nn.Module):
             self.head.output_weights(made.output_PKD.dtype),
             teacher,
             self.weigh(work.weight_PK),
-            self.objective.loss,
+            self.divergence,
         )
         valid_PK = work.plan.valid_PK
         count_K = valid_PK.sum(0)
@@ -117,7 +123,33 @@ class DraftTask(nn.Module):
             "accept": (scored.accept_PK * valid_PK).sum(0),
         }
         counts = {"loss": work.weight_PK.sum(), "loss_by_step": count_K, "accept": count_K}
+        if len(self.divergence.terms) > 1:
+            for name, loss_PK in zip(
+                self.divergence.names, scored.each_PKM.unbind(-1), strict=True
+            ):
+                sums[f"loss_{name}"] = (loss_PK * work.weight_PK).sum()
+                counts[f"loss_{name}"] = counts["loss"]
         return StepOutput(loss=scored.loss, sums=sums, counts=counts)
+
+
+class Eagle3Task(DraftTask):
+    """The divergence over features that may be disturbed in training.
+
+    Random numbers come from the global generator, which the loop seeds by seed, step and rank.
+    """
+
+    objective: EagleObjective  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    @override
+    def seen(self, batch: Batch) -> States:
+        seen, objective = super().seen(batch), self.objective
+        if not self.training:
+            return seen
+        aux_BTF = seen.aux_BTF
+        if objective.feature_noise_std:
+            counted_BT = (batch.document_BT > 0) & (batch.position_BT > 0)
+            aux_BTF = channel_noise(aux_BTF, counted_BT, objective.feature_noise_std)
+        return seen._replace(aux_BTF=F.dropout(aux_BTF, objective.feature_dropout))
 
 
 class Eagle1Task(DraftTask):
@@ -139,15 +171,15 @@ class Eagle1Task(DraftTask):
     @override
     def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
         out = super().score(made, teacher, work)
-        is_valid_P = work.plan.valid_PK[:, 0]
-        feature_loss = (smooth_l1(made.columns[0], teacher.state_PH) * is_valid_P).sum()
+        weight_P = work.weight_PK[:, 0]
+        feature_loss = (smooth_l1(made.columns[0], teacher.state_PH) * weight_P).sum()
         loss = out.loss + self.objective.feature_weight * feature_loss
         sums = out.sums | {"loss": loss.detach(), "feature_loss": feature_loss.detach()}
-        return StepOutput(loss, sums, out.counts | {"feature_loss": is_valid_P.sum()})
+        return StepOutput(loss, sums, out.counts | {"feature_loss": weight_P.sum()})
 
 
-TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task}
-"""Kinds of head whose objective is more than the divergence."""
+TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task, "eagle3": Eagle3Task}
+"""Kinds of head whose objective is more than the divergence, or whose features are disturbed."""
 
 
 def task_of(

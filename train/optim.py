@@ -42,6 +42,10 @@ class OptimSettings:
     clip: float = 0.5
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
 
+    ema: float | None = None
+    """Judge and export the exponential average of the weights with this decay a step, warmed up as
+    (1 + step) / (10 + step); 0.999 is usual."""
+
     def __post_init__(self) -> None:
         check_range("lr", self.lr, above=0)
         check_range("muon_lr", self.muon_lr, above=0)
@@ -49,6 +53,8 @@ class OptimSettings:
             check_range(name, getattr(self, name), low=0, below=1)
         check_range("weight_decay", self.weight_decay, low=0)
         check_range("clip", self.clip, low=0)
+        if self.ema is not None:
+            check_range("ema", self.ema, low=0, below=1)
 
 
 def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
@@ -114,6 +120,6 @@ def clip(parameters: Iterable[Tensor], limit: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(with_grad, limit if limit > 0 else math.inf)
 
 
-def state_bytes(num_parameters: int) -> int:
-    """Bytes of fp32 weights, gradients and two moments."""
-    return num_parameters * 4 * 4
+def state_bytes(num_parameters: int, *, has_average: bool = False) -> int:
+    """Bytes of fp32 weights, gradients and two moments, and of the weights' average."""
+    return num_parameters * 4 * (5 if has_average else 4)

@@ -25,8 +25,11 @@ def describe(ground: Ground) -> str:
     parameters = sum(value.numel() for value in head.parameters() if value.requires_grad)
     frozen = sum(value.numel() for value in head.parameters()) - parameters
     disk = feature_bytes(ground)
+    has_average = settings.optim.ema is not None
+    state = state_bytes(parameters, has_average=has_average)
     exports = 2 * (parameters + frozen) * 4
-    checkpoints = (run.keep_last + 1) * (parameters * 12 + frozen * 4) + exports
+    trained = state - parameters * 4
+    checkpoints = (run.keep_last + 1) * (trained + frozen * 4) + exports
     free = shutil.disk_usage(existing(Path(run.output))).free
     lines = [
         "settings (a recipe that repeats this run):",
@@ -47,8 +50,9 @@ def describe(ground: Ground) -> str:
         ),
         "memory (estimate):",
         (
-            f"  weights, gradients and moments {(state_bytes(parameters) + 4 * frozen) / GIB:.2f} "
-            f"GiB, target {target_bytes(ground) / GIB:.2f} GiB, activations of a step "
+            f"  weights, gradients, moments{' and average' if has_average else ''} "
+            f"{(state + 4 * frozen) / GIB:.2f} GiB, target {target_bytes(ground) / GIB:.2f} GiB, "
+            "activations of a step "
             f"{activation_bytes(ground) / GIB:.2f} GiB"
         ),
         "disk (estimate):",

@@ -76,14 +76,16 @@ def test_c15_18_micro_batches_by_4_make_5_steps_and_the_rate_ends_at_the_last(ma
     assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
 
 
+@pytest.mark.parametrize("normalise", ["token", "document"])
 @pytest.mark.parametrize(("accumulation", "batch_size"), [(4, 4), (18, 18), (8, 8)])
 def test_c15_the_update_equals_that_of_one_batch(
-    make: Make, accumulation: int, batch_size: int
+    make: Make, accumulation: int, batch_size: int, normalise: str
 ) -> None:
-    split = make("--accumulation", str(accumulation), output="split")
+    weighed = ("--normalise", normalise)
+    split = make("--accumulation", str(accumulation), *weighed, output="split")
     start = weights(split)
     split.fit()
-    whole = make("--batch-size", str(batch_size), output="whole")
+    whole = make("--batch-size", str(batch_size), *weighed, output="whole")
     whole.fit()
     assert split.num_steps == whole.num_steps == math.ceil(18 / accumulation)
     moved = 0.0
@@ -296,6 +298,7 @@ def test_help_exits_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
         ("torch.distributed.run --standalone", 2),
     ],
 )
+@pytest.mark.parametrize("normalise", ["token", "document"])
 def test_launched_processes_train_as_one_does(
     train: Train,
     tmp_path: Path,
@@ -303,8 +306,10 @@ def test_launched_processes_train_as_one_does(
     rows_file: Path,
     launcher: str,
     num_processes: int,
+    normalise: str,
 ) -> None:
     flags = ("--epochs", "2", "--batch-size", "3", "--accumulation", "2", "--draft-vocab", "40")
+    flags = (*flags, "--normalise", normalise)
     alone = train(*flags, "--feature-dtype", "float32", output="alone")
     given = {
         "target": target_folder,

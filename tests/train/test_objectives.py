@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from outrider.data.batches import Batch, Batches, StoredRow
 from outrider.heads import CONFIGS, HEADS, DraftHead, Tables
 from outrider.heads.decoder import RecurrentHead
+from outrider.heads.losses import OBJECTIVES
 from outrider.train.kinds import EagleObjective
 from outrider.train.objectives import DraftTask, task_of
 
@@ -217,7 +218,7 @@ def test_c05_a_mask_that_is_off_by_one_is_seen(shift: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra_prefix", "mtp"])
-@pytest.mark.parametrize("loss", ["soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda"])
+@pytest.mark.parametrize("loss", [*OBJECTIVES, "tv:0.9,soft_ce:0.1"])
 def test_every_loss_halves_add_up_and_gradients_are_finite(loss: str, kind: str) -> None:
     task = make_task(kind, loss=loss)
     source = memory([[0] * 4 + [1] * 8, [0] * 3 + [1] * 5, [1] * 7, [0] * 9 + [1]])
@@ -285,6 +286,28 @@ def test_noise_disturbs_training_only() -> None:
     quiet = task_of(head, EagleObjective(feature_noise=False), num_steps=1)
     assert value(noisy) != value(noisy)
     assert value(noisy.eval()) == value(quiet) == value(quiet)
+
+
+@pytest.mark.parametrize("flag", ["feature_noise_std", "feature_dropout"])
+def test_fused_features_are_disturbed_in_training_only_and_the_same_for_the_same_seed(
+    flag: str,
+) -> None:
+    head = make_head("eagle3", 25)
+    (batch,) = packed(memory([[0] * 4 + [1] * 8, [1] * 7]), 20)
+
+    def seen(task: DraftTask, seed: int = 0) -> Tensor:
+        torch.manual_seed(seed)
+        return task.seen(batch).aux_BTF
+
+    task = task_of(head, EagleObjective(**{flag: 0.3}), num_steps=3)  # pyrefly: ignore
+    plain = task_of(head, EagleObjective(), num_steps=3)
+    assert torch.equal(seen(task), seen(task))
+    assert not torch.equal(seen(task), seen(task, 1))
+    assert not torch.equal(seen(task), batch.aux_BTF)
+    assert torch.equal(seen(plain), batch.aux_BTF)
+    assert torch.equal(seen(task.eval()), batch.aux_BTF)
+    teacher = task.train()(task.prepare(batch)).loss
+    assert not torch.equal(teacher, plain(plain.prepare(batch)).loss)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *KINDS])

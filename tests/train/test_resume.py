@@ -77,6 +77,16 @@ def test_c14_resume_equals_never_having_stopped(train: Train, step: int) -> None
     assert_same_run(whole, resumed)
 
 
+def test_c14_resume_draws_the_same_noise(train: Train) -> None:
+    noisy = ("--feature-noise-std", "0.2", "--feature-dropout", "0.1")
+    whole = train(*FLAGS, *noisy, output="whole")
+    with pytest.raises(SystemExit):
+        train(*FLAGS, *noisy, "--stop-after-steps", "10", output="stopped")
+    assert_same_run(whole, train(*FLAGS, *noisy, output="stopped"))
+    quiet = train(*FLAGS, output="quiet")
+    assert not torch.equal(final_state(whole)["fc.weight"], final_state(quiet)["fc.weight"])
+
+
 def test_c14_rows_come_in_the_same_order(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[list[str]]] = []
     prepare = DraftTask.prepare

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.heads.losses import OBJECTIVES
 from outrider.train import recipe
 from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
+from outrider.train.mixture import LOSSES, parse_terms
 from outrider.train.recipe import ENTRIES, recipe_argv, shipped_recipes, to_yaml
 from outrider.train.settings import FREE_FIELDS, Settings, field_names, identity
 
@@ -243,3 +245,60 @@ def test_settings_do_not_load_torch_models() -> None:
         "parse(['--recipe', 'demo'], EagleRun); assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["feature-noise-std", "feature-dropout"])
+def test_disturbed_features_are_refused_where_none_are_fused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse([*NEEDED, f"--{name}", "0.1"]).flat()[name.replace("-", "_")] == 0.1
+    said = refused([*NEEDED, "--head", "eagle1", f"--{name}", "0.1"], capsys)
+    assert f"{name.replace('-', '_')} is 0.1 with head eagle1, which fuses no features" in said
+
+
+def test_an_average_that_never_moves_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ema is 1.0; allowed: at least 0 and below 1" in refused([*NEEDED, "--ema", "1"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--loss", "ce"], "loss is 'ce', where 'ce' is unknown; choose of soft_ce, kl"),
+        (["--loss", "tv:x"], "loss is 'tv:x', where 'x' is no weight; write NAME:WEIGHT"),
+        (["--loss", "tv:,kl"], "where '' is no weight"),
+        (["--loss", "tv:-1"], "where '-1' is no weight"),
+        (["--loss", "tv:nan"], "where 'nan' is no weight"),
+        (["--loss", "tv,tv:2"], "loss is 'tv,tv:2'; name tv once"),
+        (["--lk-decay", "-1"], "lk_decay is -1.0; allowed: at least 0"),
+        (["--teacher-top-k", "0"], "teacher_top_k is 0; allowed: at least 1"),
+        (["--loss-temperature", "0"], "loss_temperature is 0.0; allowed: above 0"),
+        (["--step-weights", "1", "0"], "step_weights is 0.0; allowed: above 0"),
+        (["--step-weights", "1", "0.5"], "step_weights has 2 numbers for 7 draft steps"),
+    ],
+)
+def test_objectives_that_make_no_sense_are_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused([*NEEDED, *flags], capsys)
+
+
+def test_every_divergence_can_be_named() -> None:
+    assert set(LOSSES) == set(OBJECTIVES)
+    assert parse_terms(" kl , tv:2 ") == (("kl", 1.0), ("tv", 2.0))
+
+
+def test_every_part_of_the_objective_has_a_flag(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "r.yaml",
+        "unroll_steps: 3\nstep_weights: [0.51, 0.31, 0.18]\nloss: tv:0.9,lk_lambda:0.1\n"
+        "lk_decay: 2.0\nteacher_top_k: 64\nloss_temperature: 0.8\nnormalise: document\n",
+    )
+    settings = parse([*NEEDED, "--recipe", str(path)])
+    found = settings.objective.divergence()
+    assert found.terms == (("tv", 0.9), ("lk_lambda", 0.1))
+    assert (found.lk_decay, found.top_k, found.temperature) == (2.0, 64, 0.8)
+    assert settings.objective.weights(3) == (0.51, 0.31, 0.18)
+    assert settings.objective.normalise == "document"
+    text = to_yaml(settings)
+    again = parse(["--recipe", str(write(tmp_path / "again.yaml", text))])
+    assert again.objective == settings.objective
