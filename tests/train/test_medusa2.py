@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -23,7 +26,7 @@ from outrider.eval.link import judged_head
 from outrider.eval.offline.texts import Text, read_texts
 from outrider.eval.trees.plans import plan_named
 from outrider.heads.formats import read_notes
-from outrider.train import joint_plan
+from outrider.train import joint_plan, medusa
 from outrider.train.checkpoint import latest
 from outrider.train.drift import measure_drift, text_of
 from outrider.train.joint import JointSettings
@@ -284,6 +287,28 @@ def test_heads_that_are_trained_already_are_taken_up_and_the_end_tells_the_drift
     first, fresh = lines(out)[0], lines(old)[0]
     assert first["loss"] < fresh["loss"]
     assert "target_kl" in first
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_processes_train_a_pair_as_one_does(run: Run, tmp_path: Path) -> None:
+    flags = (*LORA, "--epochs", "2", "--batch-size", "3", "--accumulation", "2")
+    alone = run(*flags, output="alone")
+    argv = ["--recipe", str(alone / "settings.yaml"), "--output", str(tmp_path / "two")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, str(Path(medusa.__file__)), *argv],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    ours, theirs = state(alone), state(tmp_path / "two")
+    names = [name for name in ours if name.startswith(("head.", "target."))]
+    assert any(name.startswith("target.") for name in names)
+    for name in names:
+        torch.testing.assert_close(theirs[name], ours[name], rtol=0, atol=1e-4, msg=name)
 
 
 # What is refused, and what is planned
