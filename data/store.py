@@ -93,6 +93,29 @@ class OnlineFeatures:
         return _features(self.target, chosen, self.layers, self.dtype)
 
 
+class BareRows:
+    """Rows without features, for those who run the target themselves; states are of width 0."""
+
+    def __init__(self, rows: Sequence[Row], *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._rows = list(rows)
+        self.lengths = [len(row) for row in rows]
+        self.row_ids = [row.row_id for row in rows]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> list[StoredRow]:
+        """The named rows."""
+        chosen = [self._rows[index] for index in indices]
+        empty = [torch.empty(len(row), 0, dtype=self.dtype) for row in chosen]
+        return [
+            StoredRow(row.ids, row.mask, none, none)
+            for row, none in zip(chosen, empty, strict=True)
+        ]
+
+
 class FeatureStore:
     """Rows with their features, read from shards that are mapped into memory."""
 

@@ -16,7 +16,7 @@ outrider_setup() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
       "$(grep '^torch==' constraints.txt)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-      -c constraints.txt -e '.[dev,track]'
+      -c constraints.txt -e '.[dev,track,lora]'
     echo "$stamp" > .venv/outrider-stamp
   fi
   export PATH="$PWD/.venv/bin:$PATH"

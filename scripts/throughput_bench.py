@@ -152,7 +152,7 @@ def run_ours(recipe: Recipe, num_steps: int) -> Measured:
     accelerator = Accelerator(cpu=True)
     parts = build(recipe, accelerator)
     task = TimedTask(
-        parts.task.head,  # pyrefly: ignore[bad-argument-type]
+        parts.task.trained,  # pyrefly: ignore[bad-argument-type]
         recipe.objective,
         num_steps=recipe.num_steps,
         dtype=DTYPES["bf16"] if recipe.run.precision == "bf16" else None,

@@ -12,21 +12,27 @@ from torch import Tensor
 
 from outrider.data.batches import Batch, Batches, Features
 from outrider.data.rows import Counts, Reading, Row, read_rows
-from outrider.data.store import FeatureStore, OnlineFeatures
+from outrider.data.store import BareRows, FeatureStore, OnlineFeatures
 from outrider.data.target import Target
 from outrider.eval.link import tables
+from outrider.eval.offline.traces import Trace
 from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
 from outrider.heads.base import States
 from outrider.heads.formats import load_head, save_head
 from outrider.heads.induction import Induction, start_induction
 from outrider.train import preflight
+from outrider.train.joint_task import JointTask
 from outrider.train.kinds import EagleHeadSettings
-from outrider.train.objectives import task_of
+from outrider.train.objectives import DraftTask, task_of
 from outrider.train.parts import Parts, Score
 from outrider.train.settings import HeadSettings, Settings, identity
+from outrider.train.tuned_pair import TunedPair, texts_of
+from outrider.train.tuning import Tuning, tune
 from outrider.train.validate import heldout_trace, judge
 from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
 
+Export = Callable[[Path], None]
+Judge = Callable[[Path], Score]
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -49,6 +55,8 @@ class Ground:
     counts: Counts
     vocabulary: Vocabulary | None
     head: DraftHead
+    tuning: Tuning | None
+    """The target where it learns, too."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -78,6 +86,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     settle(head, settings.head)
     preflight.check_head(head, target)
     preflight.check_coverage(vocabulary)
+    joint = settings.tuning
     return Ground(
         settings=settings,
         target=target,
@@ -85,6 +94,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
         counts=counts,
         vocabulary=vocabulary,
         head=head.to(device),
+        tuning=tune(target, joint, settings.run.seed) if joint is not None else None,
     )
 
 
@@ -169,6 +179,8 @@ def adopt(head: DraftHead, old: DraftHead) -> None:
 def features(ground: Ground) -> Features:
     """The rows' features: stored (built or reused), or computed in every step."""
     data = ground.settings.data
+    if ground.tuning is not None:  # the task runs the target, which changes from step to step
+        return BareRows(ground.rows, dtype=ground.target.dtype)
     if data.online:
         return OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
     return FeatureStore.build_or_open(
@@ -201,24 +213,46 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         if accelerator.is_main_process:
             print(started)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
-    task = task_of(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
-    score: Callable[[Path], Score] | None = None
-    if trace is not None:
-        score = judge(trace, ground.target, run.eval_depth)
     if accelerator.is_main_process:
         preflight.check_export(ground.head, tables(ground.target))
+    write, score = outlet(ground, trace)
     return Parts(
-        task=task,
+        task=task_for(ground, dtype),
         batches=batches,
-        export=lambda folder: export(ground, folder),
-        score=score,
+        export=write,
+        score=score if trace is not None else None,
         data_claims=data_claims(ground),
         identity=identity(settings),
     )
 
 
+def task_for(ground: Ground, dtype: torch.dtype | None) -> DraftTask:
+    """The task that trains this run's head, and its target where that learns, too."""
+    settings = ground.settings
+    if ground.tuning is None or settings.tuning is None:
+        return task_of(ground.head, settings.objective, num_steps=settings.num_steps, dtype=dtype)
+    return JointTask(
+        ground.head,
+        settings.objective,
+        tuning=ground.tuning,
+        joint=settings.tuning,
+        num_steps=settings.num_steps,
+        dtype=dtype,
+    )
+
+
+def outlet(ground: Ground, trace: Trace | None) -> tuple[Export, Judge | None]:
+    """What writes the head as it will be served, and what judges the files on held-out rows."""
+    depth = ground.settings.run.eval_depth
+    if ground.tuning is not None:
+        pair = TunedPair(head=ground.head, tuning=ground.tuning, texts=texts_of(trace), depth=depth)
+        return pair.export, pair.score
+    score = judge(trace, ground.target, depth) if trace is not None else None
+    return (lambda folder: export(ground, folder)), score
+
+
 def export(ground: Ground, folder: Path) -> None:
-    """Write the head as it will be served, with the name and hash of its target."""
+    """Write the head with the name and hash of its target."""
     notes = {"target": ground.target.name, "target_fingerprint": ground.target.fingerprint()}
     save_head(ground.head, folder, provenance=notes)
 

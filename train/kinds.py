@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from outrider.train.joint import JointSettings
 from outrider.train.schedule import check_range
 from outrider.train.settings import HeadSettings, ObjectiveSettings, Settings
 
@@ -230,17 +231,30 @@ class MedusaHeadSettings(DepthHeadsSettings):
     """The heads' geometry; everything left out follows the target's config."""
 
     head: Literal["medusa"] = "medusa"
-    """Medusa-1: heads on the last state of a frozen target."""
+    """Heads on the target's last state, each for one depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaRun(DepthHeadsRun):
-    """Train Medusa heads on the features of a frozen target.
+    """Train Medusa heads: on a frozen target (Medusa-1), or with --joint together with it (-2).
 
     Settings come from a recipe file (--recipe) and from flags; flags win.
     """
 
     head: MedusaHeadSettings
+    joint: JointSettings
+
+    def __post_init__(self) -> None:
+        if self.joint.joint != "none" and self.objective.normalise != "token":
+            raise ValueError(
+                f"normalise is {self.objective.normalise} with joint {self.joint.joint}, which "
+                "holds the target to its original token by token; leave it at token"
+            )
+
+    @property
+    @override
+    def tuning(self) -> JointSettings | None:
+        return None if self.joint.joint == "none" else self.joint
 
 
 @dataclass(frozen=True, kw_only=True)

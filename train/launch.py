@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 
 from outrider.data.files import alone_in
 from outrider.train.assembly import build, lay_ground
@@ -84,6 +85,10 @@ def accelerate(settings: Settings) -> Accelerator:
         mixed_precision="no",
         log_with=None if run.track == "none" else run.track,
         project_dir=run.output,
+        # While heads learn alone, what learns of the target later gets no gradient.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+        if settings.tuning is not None
+        else None,
     )
     if run.track != "none":
         start_tracker(accelerator, settings)

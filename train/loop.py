@@ -18,8 +18,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from outrider.train import checkpoint, optim, schedule
+from outrider.train import checkpoint, optim
 from outrider.train.checkpoint import Claims, Position, Stateful
+from outrider.train.drift import text_of
 from outrider.train.ema import WeightAverage
 from outrider.train.journal import Journal, Meter, Stopwatch
 from outrider.train.parts import Parts, Score, StepOutput, Stopped, TrainingStopped, Work
@@ -42,8 +43,8 @@ class Loop:
         self.world = self.accelerator.num_processes
         self.per_epoch = math.ceil(parts.batches.epoch_length() / run.accumulation)
         self.num_steps = run.epochs * self.per_epoch
-        self.head = parts.task.head
-        built = optim.build(self.head, self.settings.optim)
+        self.head = parts.task.trained
+        built = parts.task.optimizers(self.settings.optim, self.num_steps)
         self.task, *self.optimizers = self.accelerator.prepare(parts.task, *built)
         decay = self.settings.optim.ema
         self.average = None if decay is None else WeightAverage(self.head, decay)
@@ -98,7 +99,8 @@ class Loop:
         """One optimiser step over a window of micro-batches; true if any rank wants to stop."""
         step = self.position.step
         torch.manual_seed(step_seed(self.settings.run.seed, step, self.accelerator.process_index))
-        optim.set_rate(self.optimizers, schedule.rate(step, self.num_steps, self.settings.schedule))
+        optim.set_rate(self.optimizers, step, self.num_steps, self.settings.schedule)
+        self.parts.task.begin(step, self.num_steps)
         with self.watch.part("data"):
             window = self.window()
             weight, tokens, stop = self.agree(window, asked=asked)
@@ -295,4 +297,6 @@ def describe(score: Score) -> str:
     """A held-out result in one line."""
     lengths = score.details.get("tau_by_length", {})
     by_length = ", ".join(f"{length}: {tau:.3f}" for length, tau in lengths.items())
-    return f"tau by length of chain {by_length}" if by_length else f"{score.value:.4f}"
+    text = f"tau by length of chain {by_length}" if by_length else f"{score.value:.4f}"
+    drift = score.details.get("drift")
+    return f"{text}; {text_of(drift)}" if drift else text

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from outrider.data.batches import Batch
@@ -24,7 +25,9 @@ from outrider.heads.base import DraftHead, Predicted, States
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
 from outrider.heads.losses import channel_noise, feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
+from outrider.train import optim
 from outrider.train.kinds import EagleObjective
+from outrider.train.optim import OptimSettings
 from outrider.train.parts import StepOutput
 from outrider.train.settings import ObjectiveSettings
 
@@ -74,6 +77,18 @@ class DraftTask(nn.Module):
         draft_ids = head.draft_ids_W[: head.config.num_proposable].cpu()
         self.is_inside_V = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         self.is_inside_V[draft_ids] = True
+
+    @property
+    def trained(self) -> nn.Module:
+        """The head alone: the target is frozen."""
+        return self.head
+
+    def optimizers(self, settings: OptimSettings, num_steps: int) -> list[Optimizer]:  # noqa: ARG002
+        """Those of the settings, over the head."""
+        return optim.build(self.head, settings)
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """All steps are alike."""
 
     def prepare(self, batch: Batch) -> DraftWork:
         """Row plan and weights of a batch."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outrider.train.muon import Muon, Split
-from outrider.train.schedule import check_range
+from outrider.train.schedule import ScheduleSettings, check_range, rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,17 @@ def _by_split(
     yield from found.items()
 
 
-def set_rate(optimizers: Iterable[Optimizer], share: float) -> None:
-    """Give every group its peak rate times `share`."""
+def set_rate(
+    optimizers: Iterable[Optimizer], step: int, num_steps: int, shape: ScheduleSettings
+) -> None:
+    """Give every group its peak rate times the schedule's share.
+
+    A group with "begin" learns from that step on, over a course of its own; its rate is 0 before.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            begin = group.get("begin", 0)
+            share = rate(step - begin, num_steps - begin, shape) if step >= begin else 0.0
             group["lr"] = group["peak"] * share
 
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from outrider.data.batches import Batch
+from outrider.train.optim import OptimSettings
 
 
 class TrainingStopped(RuntimeError):  # noqa: N818 - it names an outcome
@@ -53,8 +55,16 @@ class Task(Protocol):
     """A module that prepares batches and whose forward turns prepared ones into a StepOutput."""
 
     @property
-    def head(self) -> nn.Module:
-        """What is trained, saved and exported."""
+    def trained(self) -> nn.Module:
+        """What is trained and kept in checkpoints."""
+        ...
+
+    def optimizers(self, settings: OptimSettings, num_steps: int) -> list[Optimizer]:
+        """Optimisers over it; each group remembers its peak rate."""
+        ...
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """Called before every optimiser step (from 0), for what depends on it."""
         ...
 
     def prepare(self, batch: Batch) -> Work:

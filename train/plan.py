@@ -7,11 +7,13 @@ from pathlib import Path
 from outrider.data.packing import shuffled_packs
 from outrider.data.store import store_bytes
 from outrider.train.assembly import DTYPES, Ground
+from outrider.train.joint_plan import JointNeeds, joint_needs
 from outrider.train.optim import state_bytes
 from outrider.train.preflight import notes
 from outrider.train.recipe import to_yaml
 
 GIB = 1024**3
+NO_NEEDS = JointNeeds(parameters=0, activations=0, export=0)
 
 
 def describe(ground: Ground) -> str:
@@ -23,13 +25,14 @@ def describe(ground: Ground) -> str:
     tokens = sum(len(row) for row in ground.rows)
     fill = tokens / (packs * data.max_length)
     parameters = sum(value.numel() for value in head.parameters() if value.requires_grad)
+    joint = joint_needs(ground.tuning, settings) if ground.tuning else NO_NEEDS
+    trained = parameters + joint.parameters
     frozen = sum(value.numel() for value in head.parameters()) - parameters
     disk = feature_bytes(ground)
     has_average = settings.optim.ema is not None
-    state = state_bytes(parameters, has_average=has_average)
-    exports = 2 * (parameters + frozen) * 4
-    trained = state - parameters * 4
-    checkpoints = (run.keep_last + 1) * (trained + frozen * 4) + exports
+    state = state_bytes(trained, has_average=has_average)
+    exports = 2 * (parameters + frozen) * 4 + 3 * joint.export
+    checkpoints = (run.keep_last + 1) * (state - trained * 4 + frozen * 4) + exports
     free = shutil.disk_usage(existing(Path(run.output))).free
     lines = [
         "settings (a recipe that repeats this run):",
@@ -48,12 +51,12 @@ def describe(ground: Ground) -> str:
             f"  {parameters / 1e6:.2f} M trainable parameters, {frozen / 1e6:.2f} M frozen, layers "
             f"{list(ground.layers)}, {settings.num_steps} unrolled steps"
         ),
+        *(joint.lines(settings, run.epochs * per_epoch) if ground.tuning else ()),
         "memory (estimate):",
         (
             f"  weights, gradients, moments{' and average' if has_average else ''} "
             f"{(state + 4 * frozen) / GIB:.2f} GiB, target {target_bytes(ground) / GIB:.2f} GiB, "
-            "activations of a step "
-            f"{activation_bytes(ground) / GIB:.2f} GiB"
+            f"activations of a step {(activation_bytes(ground) + joint.activations) / GIB:.2f} GiB"
         ),
         "disk (estimate):",
         (
@@ -67,15 +70,16 @@ def describe(ground: Ground) -> str:
 def feature_bytes(ground: Ground) -> int:
     """Bytes of all stored features; zero when they are computed in every step."""
     data = ground.settings.data
-    if data.online:
+    if data.online or ground.tuning is not None:
         return 0
     dtype = DTYPES[data.feature_dtype]
     return store_bytes(ground.target, ground.rows, ground.layers, dtype)
 
 
 def target_bytes(ground: Ground) -> int:
-    """Bytes of the frozen target's weights."""
-    return sum(value.numel() * value.element_size() for value in ground.target.model.parameters())
+    """Bytes of the frozen target's weights, or of the original's beside a tuned one."""
+    frozen = (value for value in ground.target.model.parameters() if not value.requires_grad)
+    return sum(value.numel() * value.element_size() for value in frozen)
 
 
 def activation_bytes(ground: Ground) -> int:

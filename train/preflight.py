@@ -165,5 +165,7 @@ def notes(
                 f"note: draft_vocab {size} exceeds the {vocabulary.distinct} distinct supervised "
                 "tokens; the rest are the lowest ids, which this data never trains"
             )
+    if settings.tuning is not None and settings.data.store is not None:
+        yield "note: store is not used with joint: the target runs in every step"
     if settings.data.heldout is None:
         yield "note: no held-out rows, so no acceptance is measured and best/ stays empty"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from outrider.train.joint import JointSettings
 from outrider.train.mixture import parse_terms
 from outrider.train.optim import OptimSettings
 from outrider.train.schedule import ScheduleSettings, check_range
@@ -274,6 +275,11 @@ class Settings:
     def num_steps(self) -> int:
         """Draft steps trained in a row, after defaults."""
         raise NotImplementedError
+
+    @property
+    def tuning(self) -> JointSettings | None:
+        """How the target learns beside the head; None where it is frozen."""
+        return None
 
     def flat(self) -> dict[str, Any]:
         """Every field by its flag's name."""

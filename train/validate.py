@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
 from outrider.eval.offline.chain import score_chain
+from outrider.eval.offline.scores import Score as ChainScore
 from outrider.eval.offline.texts import Text, read_texts
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.train.parts import Score
@@ -67,15 +68,19 @@ def judge(trace: Trace, target: Target, depth: int) -> Callable[[Path], Score]:
 
     def score(folder: Path) -> Score:
         head = judged_head(folder, target)
-        found = score_chain(head, trace, target, lengths=range(1, depth + 1))
-        longest = found[depth]
-        details: dict[str, Any] = {
-            "tau": round(longest.tau, 5),
-            "tau_by_length": {str(length): round(one.tau, 5) for length, one in found.items()},
-            "survival": [round(share, 5) for share in longest.survival],
-            "alpha": round(longest.alpha, 5),
-            "tokens": int(longest.tokens_R.sum()),
-        }
-        return Score(math.log(longest.tau), details)
+        return score_of(score_chain(head, trace, target, lengths=range(1, depth + 1)))
 
     return score
+
+
+def score_of(found: Mapping[int, ChainScore]) -> Score:
+    """The result of chains by length; the longest one's picks the best head."""
+    longest = found[max(found)]
+    details: dict[str, Any] = {
+        "tau": round(longest.tau, 5),
+        "tau_by_length": {str(length): round(one.tau, 5) for length, one in found.items()},
+        "survival": [round(share, 5) for share in longest.survival],
+        "alpha": round(longest.alpha, 5),
+        "tokens": int(longest.tokens_R.sum()),
+    }
+    return Score(math.log(longest.tau), details)
