@@ -6,21 +6,14 @@ the generation prompt; the answer is what rendering one message more adds. Both 
 becomes a row of its own: what the model sees and says at that turn.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from outrider.data.template import REASONING_FIELDS, Message, Rendered, RowError, Template
+from outrider.data.thinking import said_aloud
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-Message = Mapping[str, Any]
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
-
-
-class RowError(ValueError):
-    """This row cannot train; the message says why."""
+__all__ = ["Encoded", "RowError", "Template", "encode"]
 
 
 class Encoded(NamedTuple):
@@ -32,63 +25,31 @@ class Encoded(NamedTuple):
     """Number of the last answered message, counted from 0."""
     end_ids: list[int]
     """The end token trained at each supervised turn; missing where the template has none."""
+    spans: tuple[tuple[str, int], ...] = ()
+    """Whose tokens they are: (role, number of the token after its last), in order."""
+    num_answers: int = 1
+    """Supervised turns."""
 
 
 class _Turn(NamedTuple):
     """One answer: the row up to its end, where the answer starts, where supervision ends."""
 
     index: int
-    ids: list[int]
+    shown: Rendered
     start: int
     end: int
 
-
-@dataclass(frozen=True, kw_only=True)
-class Template:
-    """The target's chat template with what decides how it renders."""
-
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: tuple[int, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the template, as `enable_thinking`: the mode the head is trained for."""
-
-    def __post_init__(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the target's tokenizer has no chat template, so messages cannot be rendered; "
-                "give rows as input_ids with loss_mask, or add a chat_template.jinja to the target"
-            )
-
-    def ids(self, messages: Sequence[Message], tools: object = None, *, prompt: bool) -> list[int]:
-        """Tokens of a conversation, with the generation prompt if `prompt`."""
-        try:
-            found = self._apply(messages, tools, add_generation_prompt=prompt, return_dict=False)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RowError(f"the chat template refuses the messages: {error}") from error
-        return [int(token) for token in found]
-
-    def tagged(self, messages: Sequence[Message], tools: object = None) -> list[int] | None:
-        """The template's own {% generation %} marks, 1 per generated token; None without tags."""
-        if not GENERATION_TAG.search(str(self.tokenizer.chat_template)):
-            return None
-        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-        return [int(mark) for mark in found["assistant_masks"]]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Tokens as text, special ones too."""
-        return str(self.tokenizer.decode(list(ids)))
-
-    def _apply(self, messages: Sequence[Message], tools: object, **settings: Any) -> Any:  # noqa: ANN401
-        """The tokenizer's own rendering; what it returns depends on the settings."""
-        conversation: Any = [dict(message) for message in messages]
-        given: Any = tools
-        return self.tokenizer.apply_chat_template(
-            conversation, tools=given, **settings, **self.options
-        )
+    @property
+    def ids(self) -> list[int]:
+        """Tokens of the row."""
+        return self.shown.ids
 
 
 def encode(messages: Sequence[Message], template: Template, tools: object = None) -> list[Encoded]:
-    """One row for the conversation, or one per answer where the template rewrites history."""
+    """One row for the conversation, or one per answer where the template rewrites history.
+
+    Raises RowError where a row would not be what the model sees and says.
+    """
     indices = _answers(messages)
     turns = [_turn(messages, index, template, tools) for index in indices]
     whole = turns[-1].ids
@@ -99,37 +60,6 @@ def encode(messages: Sequence[Message], template: Template, tools: object = None
     return [_row(group, messages, template, tools) for group in groups]
 
 
-def encode_text(text: str, template: Template) -> Encoded:
-    """A conversation that is rendered already: supervised are the spans after the answer marker."""
-    opener = answer_marker(template)
-    closers = [template.text([token]) for token in template.eos_ids]
-    found = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = [int(token) for token in found["input_ids"]]
-    mask = [0] * len(ids)
-    pattern = re.escape(opener) + "(.*?(?:" + "|".join([*map(re.escape, closers), "$"]) + "))"
-    for span in re.finditer(pattern, text, re.DOTALL):
-        low, high = span.span(1)
-        for place, (left, right) in enumerate(found["offset_mapping"]):
-            if low <= left and right <= high and right > left:
-                mask[place] = 1
-    ends = [ids[i] for i in range(len(ids)) if mask[i] and ids[i] in template.eos_ids]
-    return Encoded(ids, mask, turn=-1, end_ids=ends)
-
-
-def answer_marker(template: Template) -> str:
-    """The text that the template puts before every answer."""
-    ask = [{"role": "user", "content": "x"}]
-    closed = template.ids(ask, prompt=False)
-    opened = template.ids(ask, prompt=True)
-    marker = template.text(opened[len(closed) :])
-    if opened[: len(closed)] != closed or not marker.strip():
-        raise ValueError(
-            "the target's template puts no marker before answers, so rendered text cannot be "
-            "masked; give rows as messages"
-        )
-    return marker
-
-
 def _answers(messages: Sequence[Message]) -> list[int]:
     """The answers to supervise: assistant messages that reply to something."""
     asked = False
@@ -138,10 +68,9 @@ def _answers(messages: Sequence[Message]) -> list[int]:
         role = message.get("role")
         if not isinstance(role, str):
             raise RowError(f"message {index} has no role")
-        if role in ("user", "tool"):
-            asked = True
-        elif role == "assistant" and asked:
+        if role == "assistant" and asked:
             found.append(index)
+        asked = asked or role not in ("assistant", "system", "developer")
     if not found:
         raise RowError("no assistant message answers a user message")
     return found
@@ -151,29 +80,49 @@ def _turn(messages: Sequence[Message], index: int, template: Template, tools: ob
     message = messages[index]
     if not any(_said(message)):
         raise RowError(f"message {index} is an empty answer")
-    prompt = template.ids(messages[:index], tools, prompt=True)
-    ids = template.ids(messages[: index + 1], tools, prompt=False)
-    if ids[: len(prompt)] != prompt:
-        raise RowError(
-            f"message {index}: rendered with its answer, the prompt's tokens differ from what the "
-            f"model sees when it is asked; this template cannot show what the model would say"
-        )
+    prompt = template.render(messages[:index], tools, prompt=True)
+    shown = template.render(messages[: index + 1], tools, prompt=False)
     bos = template.tokenizer.bos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
+    if bos is not None and shown.ids[:2] == [bos, bos]:
         raise RowError("the row begins with the BOS token twice; take it out of the messages")
-    lost = _lost(message, template.text(ids[len(prompt) :]))
+    start = len(prompt.ids)
+    problem = _problem(messages, index, prompt, shown, template, tools)
+    if problem is not None:
+        shown = said_aloud(prompt, message, template)
+        if shown is None:
+            raise RowError(
+                f"message {index}: {problem}; change the row, or let the target answer (outrider "
+                "generate), whose rows need no rendering"
+            )
+    return _Turn(index, shown, start, start + _answer_length(shown.ids[start:], template))
+
+
+def _problem(
+    messages: Sequence[Message],
+    index: int,
+    prompt: Rendered,
+    shown: Rendered,
+    template: Template,
+    tools: object,
+) -> str | None:
+    """Why the rendered turn is not what the model would say; None when it is."""
+    start = len(prompt.ids)
+    if shown.ids[:start] != prompt.ids:
+        return (
+            "rendered with its answer, the prompt's tokens differ from what the model sees when it "
+            "is asked, so this template cannot show what the model would say"
+        )
+    lost = _lost(messages[index], template.text(shown.ids[start:]))
     if lost:  # some generation prompts open the thinking that the answer goes on with
         before = template.ids(messages[:index], tools, prompt=False)
-        if ids[: len(before)] == before:
-            lost = _lost(message, template.text(ids[len(before) :]))
+        if shown.ids[: len(before)] == before:
+            lost = _lost(messages[index], template.text(shown.ids[len(before) :]))
     if lost:
-        raise RowError(
-            f"message {index}: the template removes part of the answer ({lost[0][:60]!r}), so the "
-            f"row would not be what the model says"
+        return (
+            f"the template removes part of the answer ({lost[0][:60]!r}), so the row would not be "
+            "what the model says"
         )
-    return _Turn(
-        index, ids, len(prompt), len(prompt) + _answer_length(ids[len(prompt) :], template)
-    )
+    return None
 
 
 def _lost(message: Message, turn: str) -> list[str]:
@@ -223,8 +172,37 @@ def _row(
         earlier = any(message.get("role") == "assistant" for message in messages[: turns[0].index])
         mask = _cross_check(mask, tags, turns, first=turns[0].start if earlier else 0)
     ends = [turn.ids[turn.end - 1] for turn in turns]
-    special = {*template.eos_ids, *template.tokenizer.all_special_ids}
-    return Encoded(last.ids, mask, last.index, [token for token in ends if token in special])
+    return Encoded(
+        last.ids,
+        mask,
+        last.index,
+        [token for token in ends if token in template.special_ids],
+        _spans(last.shown, messages[: last.index + 1], template, tools),
+        len(turns),
+    )
+
+
+def _spans(
+    shown: Rendered, messages: Sequence[Message], template: Template, tools: object
+) -> tuple[tuple[str, int], ...]:
+    """Whose tokens they are; what a template writes before a message counts as that message's.
+
+    A role that cannot be told from the next one's, as where history is rewritten, joins it.
+    """
+    spans: list[tuple[str, int]] = []
+    place = 0
+    for number, (message, after) in enumerate(pairwise(messages), start=1):
+        if not shown.offsets or message["role"] == after["role"]:
+            continue
+        try:
+            text = template.write(messages[:number], tools, prompt=False)
+        except RowError:
+            continue
+        if shown.text.startswith(text):
+            while place < len(shown.ids) and shown.offsets[place][1] <= len(text):
+                place += 1
+            spans.append((str(message["role"]), place))
+    return (*spans, (str(messages[-1]["role"]), len(shown.ids)))
 
 
 def _cross_check(mask: list[int], tags: list[int], turns: list[_Turn], *, first: int) -> list[int]:

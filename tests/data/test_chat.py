@@ -2,7 +2,8 @@
 
 import pytest
 
-from outrider.data.chat import RowError, Template, encode, encode_text
+from outrider.data.chat import RowError, Template, encode
+from outrider.data.rendered import encode_text
 
 END, TURN = 2, 1
 
