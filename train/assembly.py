@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from outrider.data.batches import Batches, Features
+from outrider.data.options import chat_notes, parse_options
 from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
@@ -51,8 +52,28 @@ class Ground:
     @property
     def store_folder(self) -> Path:
         """Where features are kept."""
-        given = self.settings.data.store
-        return Path(given) if given else Path(self.settings.run.output).parent / "features"
+        return store_folder(self.settings)
+
+
+def store_folder(settings: Settings) -> Path:
+    """Where a run keeps features and the rows it has read."""
+    given = settings.data.store
+    return Path(given) if given else Path(settings.run.output).parent / "features"
+
+
+def reading_of(settings: Settings) -> Reading:
+    """How a run reads its rows; a plan and a run without a store keep nothing."""
+    data = settings.data
+    keeps = not (settings.run.plan or data.online)
+    return Reading(
+        max_length=data.max_length,
+        policy=data.on_long,
+        limit_tokens=data.max_tokens,
+        max_unsupervised=data.max_unsupervised,
+        template_options=parse_options(data.template_options),
+        workers=data.workers,
+        cache=store_folder(settings) / "rows" if keeps else None,
+    )
 
 
 def lay_ground(settings: Settings, device: torch.device) -> Ground:
@@ -60,13 +81,9 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     data = settings.data
     dtype = DTYPES[settings.target.target_dtype]
     target = Target.load(settings.target.target, dtype=dtype, device=device)
-    reading = Reading(
-        max_length=data.max_length,
-        policy=data.on_long,
-        limit_tokens=data.max_tokens,
-        max_unsupervised=data.max_unsupervised,
-    )
-    rows, counts = read_rows(data.data, target, reading)
+    rows, counts = read_rows(data.data, target, reading_of(settings))
+    if data.row_report is not None:
+        counts.write(Path(data.row_report))
     vocabulary, head = make_head(settings, target, rows)
     for weight in head.own_outputs if settings.head.freezes_output else ():
         weight.requires_grad_(False)
@@ -160,6 +177,8 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         source = features(ground)
         trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
     preflight.check_disjoint(ground.rows, trace)
+    for line in preflight.mode_notes(settings.data, ground.target, trace):
+        accelerator.print(line)
     batches = Batches(
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
     )
@@ -183,7 +202,12 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
 
 def export(ground: Ground, folder: Path) -> None:
     """Write the head as it will be served, with the name and hash of its target."""
-    notes = {"target": ground.target.name, "target_fingerprint": ground.target.fingerprint()}
+    options = parse_options(ground.settings.data.template_options)
+    notes = {
+        "target": ground.target.name,
+        "target_fingerprint": ground.target.fingerprint(),
+        "chat": chat_notes(ground.target.tokenizer, options, ground.counts.with_tools),
+    }
     save_head(ground.head, folder, provenance=notes)
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from outrider.data.batches import Batch, Batches
+from outrider.data.options import mode_difference, parse_options
 from outrider.data.rows import Row
 from outrider.data.target import Target
+from outrider.data.template import Template
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
-from outrider.train.settings import HeadSettings, Settings
+from outrider.train.settings import DataSettings, HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
 LEAST_COVERED = 0.05
@@ -125,6 +127,23 @@ def check_export(head: DraftHead, tables: Tables) -> None:
             raise ValueError(
                 f"tensor {key} changed on its way through the exported files; this head cannot be "
                 "published: report it with the output of --plan"
+            )
+
+
+def mode_notes(data: DataSettings, target: Target, trace: Trace | None) -> Iterator[str]:
+    """Remarks on the chat template's mode."""
+    options = parse_options(data.template_options)
+    if trace is not None:
+        for stated in trace.template_options:
+            found = mode_difference({"template_options": options}, stated, "held-out text")
+            if found is not None:
+                yield f"note: {found}; its figures will be those of another mode"
+    if target.tokenizer is not None and target.tokenizer.chat_template:
+        template = Template(tokenizer=target.tokenizer, eos_ids=target.eos_ids, options=options)
+        if template.writes_the_date:
+            yield (
+                "note: the chat template writes today's date, so rows read on another day differ; "
+                "where it has an option for that, pin it with --template-options"
             )
 
 
