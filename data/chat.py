@@ -6,12 +6,11 @@ the generation prompt; the answer is what rendering one message more adds. Both 
 becomes a row of its own: what the model sees and says at that turn.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.data.template import REASONING_FIELDS, Message, Rendered, RowError, Template
-from outrider.data.thinking import said_aloud
+from outrider.data.restated import lost_parts, restated, said_parts
+from outrider.data.template import Message, Rendered, RowError, Template
 
 __all__ = ["Encoded", "RowError", "Template", "encode"]
 
@@ -53,7 +52,7 @@ def encode(messages: Sequence[Message], template: Template, tools: object = None
     indices = _answers(messages)
     turns = [_turn(messages, index, template, tools) for index in indices]
     whole = turns[-1].ids
-    if all(turn.ids == whole[: len(turn.ids)] for turn in turns):
+    if all(turn.ids[: turn.end] == whole[: turn.end] for turn in turns):
         groups = [turns]
     else:
         groups = [[turn] for turn in turns]
@@ -78,7 +77,7 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 def _turn(messages: Sequence[Message], index: int, template: Template, tools: object) -> _Turn:
     message = messages[index]
-    if not any(_said(message)):
+    if not any(said_parts(message)):
         raise RowError(f"message {index} is an empty answer")
     prompt = template.render(messages[:index], tools, prompt=True)
     shown = template.render(messages[: index + 1], tools, prompt=False)
@@ -88,12 +87,13 @@ def _turn(messages: Sequence[Message], index: int, template: Template, tools: ob
     start = len(prompt.ids)
     problem = _problem(messages, index, prompt, shown, template, tools)
     if problem is not None:
-        shown = said_aloud(prompt, message, template)
-        if shown is None:
+        again = restated(messages[: index + 1], prompt, shown, template, tools)
+        if again is None:
             raise RowError(
                 f"message {index}: {problem}; change the row, or let the target answer (outrider "
                 "generate), whose rows need no rendering"
             )
+        shown = again
     return _Turn(index, shown, start, start + _answer_length(shown.ids[start:], template))
 
 
@@ -112,11 +112,11 @@ def _problem(
             "rendered with its answer, the prompt's tokens differ from what the model sees when it "
             "is asked, so this template cannot show what the model would say"
         )
-    lost = _lost(messages[index], template.text(shown.ids[start:]))
+    lost = lost_parts(messages[index], template.text(shown.ids[start:]))
     if lost:  # some generation prompts open the thinking that the answer goes on with
         before = template.ids(messages[:index], tools, prompt=False)
         if shown.ids[: len(before)] == before:
-            lost = _lost(messages[index], template.text(shown.ids[len(before) :]))
+            lost = lost_parts(messages[index], template.text(shown.ids[len(before) :]))
     if lost:
         return (
             f"the template removes part of the answer ({lost[0][:60]!r}), so the row would not be "
@@ -125,39 +125,24 @@ def _problem(
     return None
 
 
-def _lost(message: Message, turn: str) -> list[str]:
-    """The parts of an answer that are missing from its rendered turn."""
-    rendered = _squash(turn)
-    return [part for part in _said(message) if _squash(part) not in rendered]
-
-
-def _said(message: Message) -> list[str]:
-    """Every part of an answer that the model itself produced and a template must keep."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [str(part.get("text") or "") for part in content if isinstance(part, Mapping)]
-    else:
-        parts = [str(content or "")]
-    parts += [str(message.get(name) or "") for name in REASONING_FIELDS]
-    for call in message.get("tool_calls") or []:
-        parts.append(str(call.get("function", call).get("name") or ""))
-    return [part for part in parts if part.strip()]
-
-
-def _squash(text: str) -> str:
-    """Without white space: templates trim and re-wrap answers."""
-    return "".join(text.split())
-
-
 def _answer_length(region: list[int], template: Template) -> int:
-    """Tokens of the answer with its turn end, without what the template adds after that."""
+    """Tokens of the answer up to the first one at which generation stops, that one included.
+
+    What the template adds after it, a line break or an end of text, the model never says. Raises
+    RowError when the answer itself goes on after it.
+    """
     length = len(region)
     while length and not template.text([region[length - 1]]).strip():
-        length -= 1  # a line break after the turn end is the template's, never the model's
-    ends = [place for place in range(len(region)) if region[place] in template.eos_ids]
-    if ends and ends[-1] + 1 >= length:
-        return ends[-1] + 1
-    return length
+        length -= 1
+    end = next((place for place, token in enumerate(region) if token in template.eos_ids), None)
+    if end is None:
+        return length
+    if not template.special_ids.issuperset(region[end + 1 : length]):
+        raise RowError(
+            f"the answer goes on after {template.text([region[end]])}, at which generation stops; "
+            "split it, or take that token out"
+        )
+    return end + 1
 
 
 def _row(
@@ -187,22 +172,37 @@ def _spans(
 ) -> tuple[tuple[str, int], ...]:
     """Whose tokens they are; what a template writes before a message counts as that message's.
 
-    A role that cannot be told from the next one's, as where history is rewritten, joins it.
+    Where two messages cannot be told apart, as where history is rewritten, both are named.
     """
     spans: list[tuple[str, int]] = []
-    place = 0
-    for number, (message, after) in enumerate(pairwise(messages), start=1):
-        if not shown.offsets or message["role"] == after["role"]:
+    place, roles = 0, list[str]()
+    for number, message in enumerate(messages[:-1], start=1):
+        if message["role"] not in roles:
+            roles.append(str(message["role"]))
+        if messages[number]["role"] == message["role"] or not shown.offsets:
             continue
-        try:
-            text = template.write(messages[:number], tools, prompt=False)
-        except RowError:
-            continue
-        if shown.text.startswith(text):
-            while place < len(shown.ids) and shown.offsets[place][1] <= len(text):
+        end = _text_end(shown.text, messages[:number], template, tools)
+        if end is not None:
+            while place < len(shown.ids) and shown.offsets[place][1] <= end:
                 place += 1
-            spans.append((str(message["role"]), place))
-    return (*spans, (str(messages[-1]["role"]), len(shown.ids)))
+            spans.append(("+".join(roles), place))
+            roles = list[str]()
+    if messages[-1]["role"] not in roles:
+        roles.append(str(messages[-1]["role"]))
+    return (*spans, ("+".join(roles), len(shown.ids)))
+
+
+def _text_end(
+    whole: str, messages: Sequence[Message], template: Template, tools: object
+) -> int | None:
+    """Where the first messages end in the text of all; None when it does not begin with theirs."""
+    try:
+        text = template.write(messages, tools, prompt=False)
+    except RowError:
+        return None
+    closers = ("", *(template.text([token]) for token in template.eos_ids))
+    ends = [text.removesuffix(closer) for closer in closers]  # some write an end of text after all
+    return next((len(end) for end in ends if whole.startswith(end)), None)
 
 
 def _cross_check(mask: list[int], tags: list[int], turns: list[_Turn], *, first: int) -> list[int]:

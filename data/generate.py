@@ -18,7 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
-from outrider.data.chat import Template
+from outrider.data.chat import RowError, Template
+from outrider.data.messages import read_conversation, read_tools
 from outrider.data.penalties import Prefix
 from outrider.data.rowfile import PartialRows, write_rows
 from outrider.data.sampling import Sampling, Stream, draw_rows, process, row_key, uniform
@@ -167,7 +168,15 @@ def prompt_ids(
     if target.tokenizer is None:
         raise ValueError(f"target {target.name!r} has no tokenizer; load it from a folder with one")
     template = Template(tokenizer=target.tokenizer, eos_ids=target.eos_ids, options=options)
-    return [template.ids(request.messages, prompt=True) for request in requests]
+    found: list[list[int]] = []
+    for request in requests:
+        try:
+            messages = read_conversation(request.messages, template.dialect)
+            tools = read_tools(request.extra.get("tools"))
+            found.append(template.ids(messages, tools, prompt=True))
+        except RowError as error:
+            raise ValueError(f"request {request.id!r}: {error}") from error
+    return found
 
 
 def _refill(

@@ -26,8 +26,18 @@ from outrider.data.sources import source_digest
 
 # The files of this package that decide what a row becomes.
 CODE = (
-    *("chat", "collect", "counts", "forms", "messages", "mixture", "reading", "rendered"),
-    *("rows", "rowcache", "sources", "template", "thinking", "workers"),
+    *(
+        "chat",
+        "collect",
+        "counts",
+        "forms",
+        "messages",
+        "mixture",
+        "reading",
+        "rendered",
+        "restated",
+    ),
+    *("rows", "rowcache", "sources", "template", "workers"),
 )
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 

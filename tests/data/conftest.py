@@ -143,6 +143,12 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="session")
+def trained() -> str:
+    """The tokenizer alone, to be given special tokens and a template."""
+    return trained_tokenizer()
+
+
+@pytest.fixture(scope="session")
 def make_tokenizer():
     return tokenizer_with
 
