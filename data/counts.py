@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -113,7 +113,8 @@ class Counts:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
-        return asdict(self) | {"fates": [list(one) for one in self.fates]}
+        # asdict would make a Counter of a Counter's pairs.
+        return vars(self) | {"fates": [list(one) for one in self.fates]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

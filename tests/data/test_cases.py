@@ -56,7 +56,10 @@ def losses(folder):
 
 
 def report(tmp_path, name="run"):
-    return [json.loads(line) for line in (tmp_path / f"{name}.report.jsonl").open()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / f"{name}.report.jsonl").read_text().split("\n")[:-1]
+    ]
 
 
 C01 = [
@@ -119,10 +122,11 @@ def test_c03_each_turn_trains_what_the_model_saw_and_said_then(command, make_tok
     read = command("train", [{"id": "t", "messages": talk}], template="strips_earlier_thinking")
     assert "1 added as turns of their own" in capsys.readouterr().out
     tokenizer = make_tokenizer("strips_earlier_thinking")
+    asked = f"<|turn|>user\nHello{END}\n<|turn|>assistant\n"
+    again = f"yes{END}\n<|turn|>user\nwhy{END}\n<|turn|>assistant\n"
     assert [tokenizer.decode(row.ids.tolist()) for row in read.rows] == [
-        f"<|turn|>user\nHello{END}\n<|turn|>assistant\n<think>first</think>yes{END}\n",
-        f"<|turn|>user\nHello{END}\n<|turn|>assistant\nyes{END}\n<|turn|>user\nwhy{END}\n"
-        f"<|turn|>assistant\n<think>then</think>no.{END}\n",
+        f"{asked}<think>first</think>yes{END}\n",
+        f"{asked}{again}<think>then</think>no.{END}\n",
     ]
     assert answers(read, tokenizer) == [
         f"<think>first</think>yes{END}",
@@ -209,7 +213,7 @@ def test_c06_the_config_states_the_layers_and_a_shallow_target_needs_them_named(
     with pytest.raises(SystemExit) as caught:
         train([*arguments, "--output", str(tmp_path / "defaults"), *SMALL])
     assert caught.value.code == 2
-    assert "num_layers is 4" in capsys.readouterr().err
+    assert "give aux_layers explicitly" in capsys.readouterr().err
     command("train", C01, "--aux-layers", "1", "2", "3", model=shallow, name="named")
     config = json.loads((tmp_path / "named" / "last" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
