@@ -23,6 +23,7 @@ from outrider.data.forms import RecordReader
 from outrider.data.mixture import parts_of
 from outrider.data.reading import Reading, Row
 from outrider.data.sources import source_digest
+from outrider.data.template import writes_the_date
 
 # The files of this package that decide what a row becomes.
 CODE = (
@@ -77,7 +78,7 @@ def read_key(source: str, reader: RecordReader, reading: Reading) -> str | None:
         ).hexdigest()
         made["special"] = repr(tokenizer.special_tokens_map)
         made["template"] = str(tokenizer.chat_template)
-        if tokenizer.chat_template and reader.template.writes_the_date:
+        if writes_the_date(tokenizer):
             made["date"] = date.today().isoformat()
     return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -100,11 +100,6 @@ class Template:
         """Tokens as text, special ones too."""
         return str(self.tokenizer.decode(list(ids)))
 
-    @property
-    def writes_the_date(self) -> bool:
-        """Whether the text depends on the day it is rendered."""
-        return "strftime_now" in str(self.tokenizer.chat_template)
-
     @cached_property
     def end_id(self) -> int | None:
         """The token that ends an answer, if generation stops at it."""
@@ -167,3 +162,8 @@ class Template:
         return self.tokenizer.apply_chat_template(
             conversation, tools=given, **settings, **self.options
         )
+
+
+def writes_the_date(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether the chat template's text depends on the day it is rendered."""
+    return tokenizer is not None and "strftime_now" in str(tokenizer.chat_template)

@@ -177,7 +177,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         source = features(ground)
         trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
     preflight.check_disjoint(ground.rows, trace)
-    for line in preflight.mode_notes(settings.data, ground.target, trace):
+    for line in preflight.mode_notes(settings.data, trace):
         accelerator.print(line)
     batches = Batches(
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed

@@ -10,7 +10,7 @@ from outrider.data.batches import Batch, Batches
 from outrider.data.options import mode_difference, parse_options
 from outrider.data.rows import Row
 from outrider.data.target import Target
-from outrider.data.template import Template
+from outrider.data.template import writes_the_date
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
@@ -130,21 +130,13 @@ def check_export(head: DraftHead, tables: Tables) -> None:
             )
 
 
-def mode_notes(data: DataSettings, target: Target, trace: Trace | None) -> Iterator[str]:
-    """Remarks on the chat template's mode."""
-    options = parse_options(data.template_options)
-    if trace is not None:
-        for stated in trace.template_options:
-            found = mode_difference({"template_options": options}, stated, "held-out text")
-            if found is not None:
-                yield f"note: {found}; its figures will be those of another mode"
-    if target.tokenizer is not None and target.tokenizer.chat_template:
-        template = Template(tokenizer=target.tokenizer, eos_ids=target.eos_ids, options=options)
-        if template.writes_the_date:
-            yield (
-                "note: the chat template writes today's date, so rows read on another day differ; "
-                "where it has an option for that, pin it with --template-options"
-            )
+def mode_notes(data: DataSettings, trace: Trace | None) -> Iterator[str]:
+    """Where held-out text was made in another mode of the chat template than the rows are."""
+    ours = {"template_options": parse_options(data.template_options)}
+    for stated in () if trace is None else trace.template_options:
+        found = mode_difference(ours, stated, "held-out text")
+        if found is not None:
+            yield f"note: {found}; its figures will be those of another mode"
 
 
 def notes(
@@ -171,5 +163,10 @@ def notes(
                 f"note: draft_vocab {size} exceeds the {vocabulary.distinct} distinct supervised "
                 "tokens; the rest are the lowest ids, which this data never trains"
             )
+    if writes_the_date(target.tokenizer):
+        yield (
+            "note: the chat template writes today's date, so rows read on another day differ; "
+            "where it has an option for that, pin it with --template-options"
+        )
     if settings.data.heldout is None:
         yield "note: no held-out rows, so no acceptance is measured and best/ stays empty"

@@ -66,6 +66,14 @@ TEMPLATES = {
         "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
         "{{ '<|end|>\n' }}{% endfor %}" + ASK
     ),
+    "modal": (
+        "{% if mode is defined %}{{ '<|turn|>mode ' + mode + '<|end|>\n' }}{% endif %}"
+        "{% for message in messages %}" + MESSAGE + "{% endfor %}" + ASK
+    ),
+    "dated": (
+        "{{ strftime_now('%Y') + '\n' }}"
+        "{% for message in messages %}" + MESSAGE + "{% endfor %}" + ASK
+    ),
     "plain_text": ("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"),
 }
 
