@@ -37,6 +37,8 @@ class _Turn(NamedTuple):
     shown: Rendered
     start: int
     end: int
+    is_rendered: bool = True
+    """Whether the template wrote it so, from beginning to end."""
 
     @property
     def ids(self) -> list[int]:
@@ -94,7 +96,8 @@ def _turn(messages: Sequence[Message], index: int, template: Template, tools: ob
                 "generate), whose rows need no rendering"
             )
         shown = again
-    return _Turn(index, shown, start, start + _answer_length(shown.ids[start:], template))
+    end = start + _answer_length(shown.ids[start:], template)
+    return _Turn(index, shown, start, end, is_rendered=problem is None)
 
 
 def _problem(
@@ -152,7 +155,7 @@ def _row(
     mask = [0] * len(last.ids)
     for turn in turns:
         mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
-    tags = template.tagged(messages[: last.index + 1], tools)
+    tags = template.tagged(messages[: last.index + 1], tools) if last.is_rendered else None
     if tags is not None:
         earlier = any(message.get("role") == "assistant" for message in messages[: turns[0].index])
         mask = _cross_check(mask, tags, turns, first=turns[0].start if earlier else 0)

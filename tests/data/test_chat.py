@@ -150,6 +150,21 @@ def test_tags_in_the_wrong_place_are_refused(template):
         encode(chat("Hello", "Paris"), template("tags_the_user"))
 
 
+def test_tags_say_nothing_of_an_answer_that_the_template_cannot_show(make_tokenizer):
+    tokenizer = make_tokenizer("tagged")
+    opened = tokenizer.chat_template.replace(
+        "{{ '<|turn|>assistant\n' }}{% endif %}", "{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
+    )
+    assert opened != tokenizer.chat_template
+    tokenizer.chat_template = opened.replace(
+        "{{ message['content'] }}{% endgen",
+        "{{ message['content'].split('</think>')[-1] }}{% endgen",
+    )
+    using = Template(tokenizer=tokenizer, eos_ids=(END,))
+    (encoded,) = encode(chat("Hello", "<think>\nso</think>Paris"), using)
+    assert supervised(encoded, using) == ["so</think>Paris<|end|>"]
+
+
 def test_tools_and_reasoning_pass_through(template):
     using = template("tools")
     call = {"function": {"name": "clock", "arguments": {"zone": "here"}}}
