@@ -1,11 +1,8 @@
 """The mode a chat template is run in: parsed from flags, saved with heads, compared later."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 # Decided by the rows and by what is rendered, never by the user.
 TAKEN = ("messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize")
@@ -44,19 +41,12 @@ def state_options(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True) if options else ""
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Short hash of the chat template's text; None without one."""
-    if tokenizer is None or not tokenizer.chat_template:
-        return None
-    return hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()[:16]
-
-
 def chat_notes(
-    tokenizer: PreTrainedTokenizerBase | None, options: Mapping[str, Any], num_with_tools: int
+    template: str | None, options: Mapping[str, Any], num_with_tools: int
 ) -> dict[str, Any]:
-    """What a head's config keeps of the mode that its rows were rendered in."""
+    """What a head's config keeps of the mode its rows were rendered in; `template` is a hash."""
     return {
-        "template": template_hash(tokenizer),
+        "template": template,
         "template_options": dict(options),
         "rows_with_tools": num_with_tools,
     }

@@ -1,5 +1,6 @@
 """The target's chat template: how it renders, what it wants to be given, and in which mode."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -167,3 +168,10 @@ class Template:
 def writes_the_date(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     """Whether the chat template's text depends on the day it is rendered."""
     return tokenizer is not None and "strftime_now" in str(tokenizer.chat_template)
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Short hash of the chat template's text; None without one."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    return hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()[:16]

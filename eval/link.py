@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.data.options import mode_difference, template_hash
+from outrider.data.options import mode_difference
 from outrider.data.target import Target
+from outrider.data.template import template_hash
 from outrider.heads import DraftHead, Tables, load_head
 from outrider.heads.formats import read_notes
 

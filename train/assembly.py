@@ -15,6 +15,7 @@ from outrider.data.options import chat_notes, parse_options
 from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
+from outrider.data.template import template_hash
 from outrider.eval.link import tables
 from outrider.heads import CONFIGS, HEADS, DraftHead
 from outrider.heads.formats import load_head, save_head
@@ -206,7 +207,9 @@ def export(ground: Ground, folder: Path) -> None:
     notes = {
         "target": ground.target.name,
         "target_fingerprint": ground.target.fingerprint(),
-        "chat": chat_notes(ground.target.tokenizer, options, ground.counts.with_tools),
+        "chat": chat_notes(
+            template_hash(ground.target.tokenizer), options, ground.counts.with_tools
+        ),
     }
     save_head(ground.head, folder, provenance=notes)
 

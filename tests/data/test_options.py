@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 
-from outrider.data.options import mode_difference, parse_options, state_options, template_hash
+from outrider.data.options import mode_difference, parse_options, state_options
+from outrider.data.template import template_hash
 from outrider.scripts.cli import main as outrider
 from outrider.train.eagle import main as train
 
