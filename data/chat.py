@@ -6,21 +6,13 @@ the generation prompt; the answer is what rendering one message more adds. Both 
 becomes a row of its own: what the model sees and says at that turn.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from outrider.data.restated import lost_parts, restated, said_parts
+from outrider.data.template import Message, Rendered, RowError, Template
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-Message = Mapping[str, Any]
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
-
-
-class RowError(ValueError):
-    """This row cannot train; the message says why."""
+__all__ = ["Encoded", "RowError", "Template", "encode"]
 
 
 class Encoded(NamedTuple):
@@ -32,102 +24,41 @@ class Encoded(NamedTuple):
     """Number of the last answered message, counted from 0."""
     end_ids: list[int]
     """The end token trained at each supervised turn; missing where the template has none."""
+    spans: tuple[tuple[str, int], ...] = ()
+    """Whose tokens they are: (role, number of the token after its last), in order."""
+    num_answers: int = 1
+    """Supervised turns."""
 
 
 class _Turn(NamedTuple):
     """One answer: the row up to its end, where the answer starts, where supervision ends."""
 
     index: int
-    ids: list[int]
+    shown: Rendered
     start: int
     end: int
+    is_rendered: bool = True
+    """Whether the template wrote it so, from beginning to end."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Template:
-    """The target's chat template with what decides how it renders."""
-
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: tuple[int, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the template, as `enable_thinking`: the mode the head is trained for."""
-
-    def __post_init__(self) -> None:
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                "the target's tokenizer has no chat template, so messages cannot be rendered; "
-                "give rows as input_ids with loss_mask, or add a chat_template.jinja to the target"
-            )
-
-    def ids(self, messages: Sequence[Message], tools: object = None, *, prompt: bool) -> list[int]:
-        """Tokens of a conversation, with the generation prompt if `prompt`."""
-        try:
-            found = self._apply(messages, tools, add_generation_prompt=prompt, return_dict=False)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RowError(f"the chat template refuses the messages: {error}") from error
-        return [int(token) for token in found]
-
-    def tagged(self, messages: Sequence[Message], tools: object = None) -> list[int] | None:
-        """The template's own {% generation %} marks, 1 per generated token; None without tags."""
-        if not GENERATION_TAG.search(str(self.tokenizer.chat_template)):
-            return None
-        found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-        return [int(mark) for mark in found["assistant_masks"]]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Tokens as text, special ones too."""
-        return str(self.tokenizer.decode(list(ids)))
-
-    def _apply(self, messages: Sequence[Message], tools: object, **settings: Any) -> Any:  # noqa: ANN401
-        """The tokenizer's own rendering; what it returns depends on the settings."""
-        conversation: Any = [dict(message) for message in messages]
-        given: Any = tools
-        return self.tokenizer.apply_chat_template(
-            conversation, tools=given, **settings, **self.options
-        )
+    @property
+    def ids(self) -> list[int]:
+        """Tokens of the row."""
+        return self.shown.ids
 
 
 def encode(messages: Sequence[Message], template: Template, tools: object = None) -> list[Encoded]:
-    """One row for the conversation, or one per answer where the template rewrites history."""
+    """One row for the conversation, or one per answer where the template rewrites history.
+
+    Raises RowError where a row would not be what the model sees and says.
+    """
     indices = _answers(messages)
     turns = [_turn(messages, index, template, tools) for index in indices]
     whole = turns[-1].ids
-    if all(turn.ids == whole[: len(turn.ids)] for turn in turns):
+    if all(turn.ids[: turn.end] == whole[: turn.end] for turn in turns):
         groups = [turns]
     else:
         groups = [[turn] for turn in turns]
     return [_row(group, messages, template, tools) for group in groups]
-
-
-def encode_text(text: str, template: Template) -> Encoded:
-    """A conversation that is rendered already: supervised are the spans after the answer marker."""
-    opener = answer_marker(template)
-    closers = [template.text([token]) for token in template.eos_ids]
-    found = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = [int(token) for token in found["input_ids"]]
-    mask = [0] * len(ids)
-    pattern = re.escape(opener) + "(.*?(?:" + "|".join([*map(re.escape, closers), "$"]) + "))"
-    for span in re.finditer(pattern, text, re.DOTALL):
-        low, high = span.span(1)
-        for place, (left, right) in enumerate(found["offset_mapping"]):
-            if low <= left and right <= high and right > left:
-                mask[place] = 1
-    ends = [ids[i] for i in range(len(ids)) if mask[i] and ids[i] in template.eos_ids]
-    return Encoded(ids, mask, turn=-1, end_ids=ends)
-
-
-def answer_marker(template: Template) -> str:
-    """The text that the template puts before every answer."""
-    ask = [{"role": "user", "content": "x"}]
-    closed = template.ids(ask, prompt=False)
-    opened = template.ids(ask, prompt=True)
-    marker = template.text(opened[len(closed) :])
-    if opened[: len(closed)] != closed or not marker.strip():
-        raise ValueError(
-            "the target's template puts no marker before answers, so rendered text cannot be "
-            "masked; give rows as messages"
-        )
-    return marker
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
@@ -138,10 +69,9 @@ def _answers(messages: Sequence[Message]) -> list[int]:
         role = message.get("role")
         if not isinstance(role, str):
             raise RowError(f"message {index} has no role")
-        if role in ("user", "tool"):
-            asked = True
-        elif role == "assistant" and asked:
+        if role == "assistant" and asked:
             found.append(index)
+        asked = asked or role not in ("assistant", "system", "developer")
     if not found:
         raise RowError("no assistant message answers a user message")
     return found
@@ -149,66 +79,73 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 def _turn(messages: Sequence[Message], index: int, template: Template, tools: object) -> _Turn:
     message = messages[index]
-    if not any(_said(message)):
+    if not any(said_parts(message)):
         raise RowError(f"message {index} is an empty answer")
-    prompt = template.ids(messages[:index], tools, prompt=True)
-    ids = template.ids(messages[: index + 1], tools, prompt=False)
-    if ids[: len(prompt)] != prompt:
-        raise RowError(
-            f"message {index}: rendered with its answer, the prompt's tokens differ from what the "
-            f"model sees when it is asked; this template cannot show what the model would say"
-        )
+    prompt = template.render(messages[:index], tools, prompt=True)
+    shown = template.render(messages[: index + 1], tools, prompt=False)
     bos = template.tokenizer.bos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
+    if bos is not None and shown.ids[:2] == [bos, bos]:
         raise RowError("the row begins with the BOS token twice; take it out of the messages")
-    lost = _lost(message, template.text(ids[len(prompt) :]))
+    start = len(prompt.ids)
+    problem = _problem(messages, index, prompt, shown, template, tools)
+    if problem is not None:
+        again = restated(messages[: index + 1], prompt, shown, template, tools)
+        if again is None:
+            raise RowError(
+                f"message {index}: {problem}; change the row, or let the target answer (outrider "
+                "generate), whose rows need no rendering"
+            )
+        shown = again
+    end = start + _answer_length(shown.ids[start:], template)
+    return _Turn(index, shown, start, end, is_rendered=problem is None)
+
+
+def _problem(
+    messages: Sequence[Message],
+    index: int,
+    prompt: Rendered,
+    shown: Rendered,
+    template: Template,
+    tools: object,
+) -> str | None:
+    """Why the rendered turn is not what the model would say; None when it is."""
+    start = len(prompt.ids)
+    if shown.ids[:start] != prompt.ids:
+        return (
+            "rendered with its answer, the prompt's tokens differ from what the model sees when it "
+            "is asked, so this template cannot show what the model would say"
+        )
+    lost = lost_parts(messages[index], template.text(shown.ids[start:]))
     if lost:  # some generation prompts open the thinking that the answer goes on with
         before = template.ids(messages[:index], tools, prompt=False)
-        if ids[: len(before)] == before:
-            lost = _lost(message, template.text(ids[len(before) :]))
+        if shown.ids[: len(before)] == before:
+            lost = lost_parts(messages[index], template.text(shown.ids[len(before) :]))
     if lost:
-        raise RowError(
-            f"message {index}: the template removes part of the answer ({lost[0][:60]!r}), so the "
-            f"row would not be what the model says"
+        return (
+            f"the template removes part of the answer ({lost[0][:60]!r}), so the row would not be "
+            "what the model says"
         )
-    return _Turn(
-        index, ids, len(prompt), len(prompt) + _answer_length(ids[len(prompt) :], template)
-    )
-
-
-def _lost(message: Message, turn: str) -> list[str]:
-    """The parts of an answer that are missing from its rendered turn."""
-    rendered = _squash(turn)
-    return [part for part in _said(message) if _squash(part) not in rendered]
-
-
-def _said(message: Message) -> list[str]:
-    """Every part of an answer that the model itself produced and a template must keep."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [str(part.get("text") or "") for part in content if isinstance(part, Mapping)]
-    else:
-        parts = [str(content or "")]
-    parts += [str(message.get(name) or "") for name in REASONING_FIELDS]
-    for call in message.get("tool_calls") or []:
-        parts.append(str(call.get("function", call).get("name") or ""))
-    return [part for part in parts if part.strip()]
-
-
-def _squash(text: str) -> str:
-    """Without white space: templates trim and re-wrap answers."""
-    return "".join(text.split())
+    return None
 
 
 def _answer_length(region: list[int], template: Template) -> int:
-    """Tokens of the answer with its turn end, without what the template adds after that."""
+    """Tokens of the answer up to the first one at which generation stops, that one included.
+
+    What the template adds after it, a line break or an end of text, the model never says. Raises
+    RowError when the answer itself goes on after it.
+    """
     length = len(region)
     while length and not template.text([region[length - 1]]).strip():
-        length -= 1  # a line break after the turn end is the template's, never the model's
-    ends = [place for place in range(len(region)) if region[place] in template.eos_ids]
-    if ends and ends[-1] + 1 >= length:
-        return ends[-1] + 1
-    return length
+        length -= 1
+    end = next((place for place, token in enumerate(region) if token in template.eos_ids), None)
+    if end is None:
+        return length
+    if not template.special_ids.issuperset(region[end + 1 : length]):
+        raise RowError(
+            f"the answer goes on after {template.text([region[end]])}, at which generation stops; "
+            "split it, or take that token out"
+        )
+    return end + 1
 
 
 def _row(
@@ -218,13 +155,57 @@ def _row(
     mask = [0] * len(last.ids)
     for turn in turns:
         mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
-    tags = template.tagged(messages[: last.index + 1], tools)
+    tags = template.tagged(messages[: last.index + 1], tools) if last.is_rendered else None
     if tags is not None:
         earlier = any(message.get("role") == "assistant" for message in messages[: turns[0].index])
         mask = _cross_check(mask, tags, turns, first=turns[0].start if earlier else 0)
     ends = [turn.ids[turn.end - 1] for turn in turns]
-    special = {*template.eos_ids, *template.tokenizer.all_special_ids}
-    return Encoded(last.ids, mask, last.index, [token for token in ends if token in special])
+    return Encoded(
+        last.ids,
+        mask,
+        last.index,
+        [token for token in ends if token in template.special_ids],
+        _spans(last.shown, messages[: last.index + 1], template, tools),
+        len(turns),
+    )
+
+
+def _spans(
+    shown: Rendered, messages: Sequence[Message], template: Template, tools: object
+) -> tuple[tuple[str, int], ...]:
+    """Whose tokens they are; what a template writes before a message counts as that message's.
+
+    Where two messages cannot be told apart, as where history is rewritten, both are named.
+    """
+    spans: list[tuple[str, int]] = []
+    place, roles = 0, list[str]()
+    for number, message in enumerate(messages[:-1], start=1):
+        if message["role"] not in roles:
+            roles.append(str(message["role"]))
+        if messages[number]["role"] == message["role"] or not shown.offsets:
+            continue
+        end = _text_end(shown.text, messages[:number], template, tools)
+        if end is not None:
+            while place < len(shown.ids) and shown.offsets[place][1] <= end:
+                place += 1
+            spans.append(("+".join(roles), place))
+            roles = list[str]()
+    if messages[-1]["role"] not in roles:
+        roles.append(str(messages[-1]["role"]))
+    return (*spans, ("+".join(roles), len(shown.ids)))
+
+
+def _text_end(
+    whole: str, messages: Sequence[Message], template: Template, tools: object
+) -> int | None:
+    """Where the first messages end in the text of all; None when it does not begin with theirs."""
+    try:
+        text = template.write(messages, tools, prompt=False)
+    except RowError:
+        return None
+    closers = ("", *(template.text([token]) for token in template.eos_ids))
+    ends = [text.removesuffix(closer) for closer in closers]  # some write an end of text after all
+    return next((len(end) for end in ends if whole.startswith(end)), None)
 
 
 def _cross_check(mask: list[int], tags: list[int], turns: list[_Turn], *, first: int) -> list[int]:

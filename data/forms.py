@@ -2,73 +2,113 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from outrider.data.chat import Encoded, RowError, Template, encode, encode_text
+from transformers import PreTrainedTokenizerBase
+
+from outrider.data.chat import Encoded, RowError, Template, encode
+from outrider.data.messages import read_conversation, read_tools
+from outrider.data.rendered import encode_text
 from outrider.data.sources import Record
 from outrider.data.target import Target
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-}
+MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+IGNORED_LABEL = -100  # transformers' mark of a label without loss
+# What a record that is not what it seems trips over, told as a refusal of that row.
+_TRIPS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, UnicodeError)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RecordReader:
-    """Turns a record of any known form into token rows."""
+    """Turns a record of any known form into token rows; small enough to send to other processes."""
 
-    def __init__(self, target: Target, template_options: Mapping[str, object]) -> None:
-        self.target = target
-        self.template_options = template_options
-        self.forms: dict[str, Callable[[Record], list[Encoded]]] = {
-            "prompt_ids": self._answered,
-            "input_ids": self._tokenised,
-            "messages": self._messages,
-            "conversations": self._sharegpt,
-            "text": self._rendered,
-        }
-        self.checked_prompt = False
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_ids: tuple[int, ...]
+    tokenizer_size: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the chat template."""
+
+    @classmethod
+    def of(cls, target: Target, options: Mapping[str, Any]) -> "RecordReader":
+        """A reader of rows for `target`."""
+        return cls(
+            tokenizer=target.tokenizer,
+            eos_ids=target.eos_ids,
+            tokenizer_size=target.tokenizer_size,
+            options=options,
+        )
 
     def encode(self, record: Record | str) -> list[Encoded]:
         """The token rows of a record; RowError says why there are none."""
         if isinstance(record, str):
             raise RowError(record)
-        for name, form in self.forms.items():
+        forms: dict[str, Callable[[Record], list[Encoded]]] = {
+            "prompt_ids": self._answered,
+            "input_ids": self._tokenised,
+            "messages": self._messages,
+            "conversations": self._messages,
+            "conversation": self._messages,
+            "text": self._rendered,
+            "completion": self._completed,
+        }
+        for name, form in forms.items():
             if name in record:
                 encoded = _guarded(form, record)
                 for part in encoded:
                     self._check_ids(part.ids)
                 return encoded
-        raise RowError(f"has fields {sorted(record)}; one of {', '.join(self.forms)} is needed")
+        raise RowError(f"has fields {sorted(record)[:12]}; one of {', '.join(forms)} is needed")
 
     def show(self, ids: list[int]) -> str:
         """A row as text, for messages."""
-        tokenizer = self.target.tokenizer
-        return str(ids[:200]) if tokenizer is None else str(tokenizer.decode(ids[:400]))
+        return str(ids[:200]) if self.tokenizer is None else str(self.tokenizer.decode(ids[:400]))
 
-    @property
+    @cached_property
     def template(self) -> Template:
         """The chat template, for rows that need it."""
-        if self.target.tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError("the target has no tokenizer; give rows as input_ids with loss_mask")
-        return Template(
-            tokenizer=self.target.tokenizer,
-            eos_ids=self.target.eos_ids,
-            options=self.template_options,
-        )
+        return Template(tokenizer=self.tokenizer, eos_ids=self.eos_ids, options=self.options)
+
+    def check_prompt(self, record: Record | str) -> bool:
+        """Whether an answered row's prompt could be checked against this target's template.
+
+        Raises ValueError when its ids are not what the template renders of its messages.
+        """
+        if isinstance(record, str) or self.tokenizer is None:
+            return False
+        messages, prompt = record.get("messages"), record.get("prompt_ids")
+        if not isinstance(messages, list) or prompt is None:
+            return False
+        try:
+            asked = read_conversation(messages, self.template.dialect)
+            if asked and asked[-1]["role"] == "assistant":
+                asked = asked[:-1]
+            rendered = self.template.ids(asked, read_tools(record.get("tools")), prompt=True)
+        except RowError:
+            return False  # the row itself will be refused
+        stated = record.get("template_options") or {}
+        if rendered != prompt:
+            modes = f" (the row says {dict(stated)}, this run has {dict(self.options)})"
+            raise ValueError(
+                "the rows' prompt_ids are not what this target's tokenizer and chat template make "
+                "of their messages: they were generated by another target, or with other template "
+                f"options{modes if stated or self.options else ''}; generate rows with this one "
+                "(outrider generate), or give rows with messages only"
+            )
+        return True
 
     def _check_ids(self, ids: list[int]) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.tokenizer_size):
+            return
         for place, token in enumerate(ids):
-            if not 0 <= token < self.target.tokenizer_size:
+            if not 0 <= token < self.tokenizer_size:
                 raise RowError(
-                    f"token id {token} at position {place} is outside the target's vocabulary "
-                    f"(0 to {self.target.tokenizer_size - 1}); tokenise with the target's tokenizer"
+                    f"token id {str(token)[:20]} at position {place} is outside the target's "
+                    f"vocabulary (0 to {self.tokenizer_size - 1}); tokenise with the target's "
+                    "tokenizer"
                 )
 
     def _answered(self, record: Record) -> list[Encoded]:
@@ -76,78 +116,62 @@ class RecordReader:
         prompt, answer = _ints(record, "prompt_ids"), _ints(record, "answer_ids")
         if not answer:
             raise RowError("answer_ids is empty")
-        self._check_prompt(record, prompt)
+        messages = record.get("messages", prompt)
+        if not messages or not isinstance(messages, list):
+            raise RowError("messages is not a list of objects with role and content")
         mask = [0] * len(prompt) + [1] * len(answer)
-        ends = [answer[-1]] if answer[-1] in self.target.eos_ids else []
-        return [Encoded(prompt + answer, mask, turn=0, end_ids=ends)]
-
-    def _check_prompt(self, record: Record, prompt: list[int]) -> None:
-        """The first row's ids must be what this target's template renders."""
-        if self.checked_prompt or "messages" not in record or self.target.tokenizer is None:
-            return
-        self.checked_prompt = True
-        messages = record["messages"]
-        if messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if self.template.ids(messages, prompt=True) != prompt:
-            raise ValueError(
-                "the rows' prompt_ids are not what this target's tokenizer and chat template make "
-                "of their messages: they were generated by another target; generate rows with this "
-                "one (outrider generate), or give rows with messages only"
-            )
+        ends = [answer[-1]] if answer[-1] in self.eos_ids else []
+        spans = (("prompt", len(prompt)), ("assistant", len(mask)))
+        return [Encoded(prompt + answer, mask, turn=0, end_ids=ends, spans=spans)]
 
     def _tokenised(self, record: Record) -> list[Encoded]:
-        if "loss_mask" not in record:
-            raise RowError("input_ids without loss_mask; mark the supervised tokens with 1")
-        ids, mask = _ints(record, "input_ids"), _ints(record, "loss_mask")
+        ids = _ints(record, "input_ids")
+        mask = _mask(record)
         if len(ids) != len(mask) or not set(mask) <= {0, 1}:
             raise RowError(
                 f"loss_mask has {len(mask)} entries for {len(ids)} input_ids, values "
                 f"{sorted(set(mask))[:5]}; give one 0 or 1 per token"
             )
-        ends = [
-            token
-            for token, on in zip(ids, mask, strict=True)
-            if on and token in self.target.eos_ids
-        ]
-        return [Encoded(ids, mask, turn=0, end_ids=ends)]
+        ends = [token for token, on in zip(ids, mask, strict=True) if on and token in self.eos_ids]
+        spans = (("given", len(ids)),)
+        return [Encoded(ids, mask, turn=0, end_ids=ends, spans=spans)]
 
     def _messages(self, record: Record) -> list[Encoded]:
-        messages = record["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
-            raise RowError("messages is not a list of objects with role and content")
-        for index, message in enumerate(messages):
-            if message.get("content") is None and message.get("role") in ("system", "user"):
-                raise RowError(
-                    f"message {index} ({message['role']}) has no content, which templates write "
-                    "as the word None; give it text or leave the row out"
-                )
-        tools = record.get("tools")
-        return encode(
-            messages, self.template, json.loads(tools) if isinstance(tools, str) else tools
+        found = next(
+            record[name] for name in ("messages", "conversations", "conversation") if name in record
         )
-
-    def _sharegpt(self, record: Record) -> list[Encoded]:
-        messages = list[dict[str, object]]()
-        for index, turn in enumerate(record["conversations"]):
-            speaker = turn.get("from", turn.get("role"))
-            if speaker not in SHAREGPT_ROLES:
-                raise RowError(
-                    f"message {index} is from {speaker!r}; known are {', '.join(SHAREGPT_ROLES)}"
-                )
-            content = turn.get("value", turn.get("content"))
-            messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
-        return self._messages({**record, "messages": messages})
+        messages = read_conversation(found, self.template.dialect)
+        system = record.get("system")
+        if isinstance(system, str) and system.strip() and messages[:1] != []:
+            if messages[0]["role"] == "system":
+                raise RowError("has a system field and a system message; keep one of them")
+            messages.insert(0, {"role": "system", "content": system})
+        return encode(messages, self.template, read_tools(record.get("tools")))
 
     def _rendered(self, record: Record) -> list[Encoded]:
-        return [encode_text(str(record["text"]), self.template)]
+        if not isinstance(record["text"], str):
+            raise RowError(f"text is of type {type(record['text']).__name__}; give text")
+        return [encode_text(record["text"], self.template)]
+
+    def _completed(self, record: Record) -> list[Encoded]:
+        """A prompt and its completion: texts (one question, one answer) or lists of messages."""
+        parts = {"user": record.get("prompt"), "assistant": record.get("completion")}
+        messages: list[Any] = []
+        for role, part in parts.items():
+            if isinstance(part, str):
+                messages.append({"role": role, "content": part})
+            elif isinstance(part, list):
+                messages += part
+            else:
+                raise RowError("completion needs a prompt, both as texts or lists of messages")
+        return self._messages({"messages": messages, "tools": record.get("tools")})
 
 
 def _guarded(form: Callable[[Record], list[Encoded]], record: Record) -> list[Encoded]:
     """The form's rows; what a malformed record trips over is told as a refusal of that row."""
     try:
         return form(record)
-    except (TypeError, AttributeError, LookupError, UnicodeError, json.JSONDecodeError) as error:
+    except (*_TRIPS, json.JSONDecodeError) as error:
         raise RowError(f"is malformed: {type(error).__name__}: {error}") from error
 
 
@@ -156,3 +180,16 @@ def _ints(record: Record, name: str) -> list[int]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise RowError(f"{name} is not a list of integers")
     return values
+
+
+def _mask(record: Record) -> list[int]:
+    """The mask of a tokenised row, under any of its usual names; true counts as 1."""
+    for name in MASKS:
+        if name in record:
+            values = record[name]
+            if not isinstance(values, list) or not all(isinstance(one, int) for one in values):
+                raise RowError(f"{name} is not a list of integers")
+            return [int(value) for value in values]
+    if "labels" in record:
+        return [int(label != IGNORED_LABEL) for label in _ints(record, "labels")]
+    raise RowError("input_ids without loss_mask; mark the supervised tokens with 1")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
-from outrider.data.chat import Template
+from outrider.data.chat import RowError, Template
+from outrider.data.messages import read_conversation, read_tools
 from outrider.data.penalties import Prefix
 from outrider.data.rowfile import PartialRows, write_rows
 from outrider.data.sampling import Sampling, Stream, draw_rows, process, row_key, uniform
@@ -97,25 +99,30 @@ def generate(target: Target, requests: Sequence[Request], out: Path, decoding: D
 
 
 def generate_files(
-    target: Target, wanted: Mapping[Path, Sequence[Request]], decoding: Decoding
+    target: Target,
+    wanted: Mapping[Path, Sequence[Request]],
+    decoding: Decoding,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Written:
     """Answer every request into its file, one JSON row each, in the order given.
 
-    Finished rows are kept beside the first file, as `FILE.partial.jsonl`, until all are done, so
-    that the same call goes on where a stopped one was. Raises ValueError for repeated ids, for a
-    prompt that does not fit the target, and for a partial file made with other settings or prompts.
+    `options` go to the chat template, and the rows state them. Finished rows are kept beside the
+    first file, as `FILE.partial.jsonl`, until all are done, so that the same call goes on where a
+    stopped one was. Raises ValueError for repeated ids, for a prompt that does not fit the target,
+    and for a partial file made with other settings or prompts.
     """
     requests = [request for several in wanted.values() for request in several]
-    prompts = list(zip(requests, prompt_ids(target, requests), strict=True))
+    prompts = list(zip(requests, prompt_ids(target, requests, options), strict=True))
     _check(prompts, target, decoding)
     first = next(iter(wanted))
     path = first.with_name(f"{first.name}.partial.jsonl")
-    with PartialRows(path, _settings(target, requests, decoding)) as partial:
+    mode = {"template_options": dict(options)} if options else {}
+    with PartialRows(path, _settings(target, requests, decoding) | mode) as partial:
         for request, ids in prompts:
             _check_same(partial.rows.get(request.id), request, ids, path)
         todo = [pair for pair in prompts if pair[0].id not in partial.rows]
         for answer in _with_progress(answers(target, todo, decoding), len(prompts), len(todo)):
-            partial.append(_row(answer, target, decoding))
+            partial.append(_row(answer, target, decoding, mode))
     for out, several in wanted.items():
         write_rows(out, [partial.rows[request.id] for request in several])
     path.unlink()
@@ -149,15 +156,27 @@ def answers(
             _emit(slots, _step(target, slots, cache), decoding.seed)
 
 
-def prompt_ids(target: Target, requests: Sequence[Request]) -> list[list[int]]:
+def prompt_ids(
+    target: Target,
+    requests: Sequence[Request],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[list[int]]:
     """Ids of each conversation under the target's own template, ready for the answer.
 
     Raises ValueError when the target has no chat template, or it refuses a conversation.
     """
     if target.tokenizer is None:
         raise ValueError(f"target {target.name!r} has no tokenizer; load it from a folder with one")
-    template = Template(tokenizer=target.tokenizer, eos_ids=target.eos_ids)
-    return [template.ids(request.messages, prompt=True) for request in requests]
+    template = Template(tokenizer=target.tokenizer, eos_ids=target.eos_ids, options=options)
+    found: list[list[int]] = []
+    for request in requests:
+        try:
+            messages = read_conversation(request.messages, template.dialect)
+            tools = read_tools(request.extra.get("tools"))
+            found.append(template.ids(messages, tools, prompt=True))
+        except RowError as error:
+            raise ValueError(f"request {request.id!r}: {error}") from error
+    return found
 
 
 def _refill(
@@ -257,7 +276,9 @@ def _with_progress(found: Iterable[Answer], num_rows: int, num_todo: int) -> Ite
             bar.update(1)
 
 
-def _row(answer: Answer, target: Target, decoding: Decoding) -> dict[str, Any]:
+def _row(
+    answer: Answer, target: Target, decoding: Decoding, mode: Mapping[str, Any]
+) -> dict[str, Any]:
     assert target.tokenizer is not None  # prompt_ids has refused such a target
     text = target.tokenizer.decode(answer.answer_ids, skip_special_tokens=True)
     request = answer.request
@@ -268,6 +289,7 @@ def _row(answer: Answer, target: Target, decoding: Decoding) -> dict[str, Any]:
         "temperature": request.sampling.temperature,
         **({"sampling": stated} if stated.keys() - {"temperature"} else {}),
         "seed": decoding.seed,
+        **mode,
         "messages": [*request.messages, {"role": "assistant", "content": text}],
         "prompt_ids": answer.prompt_ids,
         "answer_ids": answer.answer_ids,

@@ -6,7 +6,15 @@ from outrider.data.generate import Request
 from outrider.data.sampling import Sampling
 from outrider.data.sources import records
 
-_WRITTEN_HERE = {"prompt", "prompt_ids", "answer_ids", "temperature", "seed", "finish"}
+_WRITTEN_HERE = {
+    "prompt",
+    "prompt_ids",
+    "answer_ids",
+    "temperature",
+    "seed",
+    "finish",
+    "template_options",
+}
 
 
 def read_requests(source: str, sampling: Sampling) -> list[Request]:

@@ -1,12 +1,16 @@
 """From a target to the tables its draft heads borrow: the one place where data and heads meet."""
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.data.options import mode_difference
 from outrider.data.target import Target
+from outrider.data.template import template_hash
 from outrider.heads import DraftHead, Tables, load_head
 from outrider.heads.formats import read_notes
 
@@ -16,8 +20,9 @@ def judged_head(
 ) -> DraftHead:
     """An exported head beside its target, on the target's device, ready to draft.
 
-    Warns where the head's notes name another target. Output stays exact then and acceptance
-    falls, which may be what is being measured: a base model's head on a fine-tuned target.
+    Warns where the head's notes name another target or chat template. Output stays exact then and
+    acceptance falls, which may be what is being measured: a base model's head on a fine-tuned
+    target.
     """
     notes = read_notes(folder)
     name, trained_on = notes.get("target"), notes.get("target_fingerprint")
@@ -29,7 +34,34 @@ def judged_head(
             "may seldom be accepted",
             stacklevel=2,
         )
+    ours, theirs = (notes.get("chat") or {}).get("template"), template_hash(target.tokenizer)
+    if ours is not None and theirs is not None and ours != theirs:
+        warnings.warn(
+            f"{folder} was trained with chat template {ours}, and this target's is {theirs}; what "
+            "is drafted stays exact, but may seldom be accepted",
+            stacklevel=2,
+        )
     return load_head(folder, tables(target), dtype=dtype).to(target.device).eval()
+
+
+def head_options(folder: str | Path) -> dict[str, Any]:
+    """The chat template's options that a head was trained with; empty where it says none."""
+    return dict((read_notes(folder).get("chat") or {}).get("template_options") or {})
+
+
+def check_mode(folder: str | Path, stated: Iterable[str], where: str) -> None:
+    """Warn where a head was trained in another mode of the chat template than `where` states.
+
+    `stated` holds modes by `state_options`. Heads that note no mode differ from none.
+    """
+    notes = read_notes(folder).get("chat") or {}
+    for mode in stated:
+        found = mode_difference(notes, mode, where)
+        if found is not None:
+            warnings.warn(
+                f"{folder}: {found}; output stays exact, the figures are those of another mode",
+                stacklevel=2,
+            )
 
 
 def tables(target: Target) -> Tables:

@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
 
 from outrider.data.generate import Request, prompt_ids
+from outrider.data.options import parse_options, state_options
 from outrider.data.sampling import row_key
 from outrider.data.sources import records
 from outrider.data.target import Target
@@ -17,7 +18,7 @@ from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.replay import Plain
-from outrider.eval.link import judged_head
+from outrider.eval.link import check_mode, head_options, judged_head
 from outrider.eval.metrics import count
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.plans import DrawnPlan, LookupPlan, is_drawn, plan_named
@@ -48,6 +49,9 @@ class Settings:
     """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, or
     lookup:LENGTH,NGRAM, which needs no head."""
 
+    template_options: tuple[str, ...] | None = None
+    """Mode of the chat template, as enable_thinking=false; the head's own when left out."""
+
     skip_plain: bool = False
     """Do not decode each prompt plainly too, to compare text and speed."""
 
@@ -70,6 +74,7 @@ class Settings:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         plan_named(self.draft)
+        parse_options(self.template_options or ())
 
 
 class Prompt(NamedTuple):
@@ -192,7 +197,19 @@ def _render(
     target: Target, conversations: list[list[dict[str, str]]], settings: Settings
 ) -> list[list[int]]:
     sampling = settings.decoding.sampling
-    return prompt_ids(target, [Request("", one, sampling, {}) for one in conversations])
+    requests = [Request("", one, sampling, {}) for one in conversations]
+    return prompt_ids(target, requests, _options(settings))
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    """The chat template's options: as given, else those that the head was trained with."""
+    head, given = settings.head, settings.template_options
+    if given is None:
+        return {} if head is None else head_options(head)
+    options = parse_options(given)
+    if head is not None:
+        check_mode(head, [state_options(options)], "this command")
+    return options
 
 
 def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnTokens:

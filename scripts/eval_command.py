@@ -12,7 +12,7 @@ import tyro
 from outrider.data.files import cache_root
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.link import judged_head
+from outrider.eval.link import check_mode, judged_head
 from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.offline.evaluate import evaluate, table
 from outrider.eval.offline.texts import hash_texts, read_texts
@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(settings.target)
     heads = load_heads(settings.head, target)
     traces = _open_traces(settings, target, heads)
+    for folder in settings.head:
+        for name, trace in traces.items():
+            check_mode(folder, trace.template_options, name)
     result = evaluate(target, heads, traces, settings.draft, rule=settings.rule, seed=settings.seed)
     print(table(result))
     for one in result["differences"]:

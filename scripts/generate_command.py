@@ -13,6 +13,7 @@ import tyro
 
 from outrider.data.demo.conversations import demo_requests
 from outrider.data.generate import Decoding, Request, generate_files
+from outrider.data.options import parse_options
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -40,6 +41,9 @@ class GenerateSettings:
     demo_heldout: int = 24
     """Held-out prompts of each kind, with --demo."""
 
+    template_options: tuple[str, ...] = ()
+    """Mode of the chat template, as enable_thinking=false; the rows state it."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision the target runs in."""
 
@@ -50,6 +54,7 @@ class GenerateSettings:
     decoding: Decoding = field(default_factory=Decoding)
 
     def __post_init__(self) -> None:
+        parse_options(self.template_options)
         if self.demo == (self.prompts is not None):
             raise ValueError(
                 f"prompts is {self.prompts} and demo is {self.demo}; give --prompts FILE or --demo"
@@ -71,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(
         settings.target, dtype=getattr(torch, settings.dtype), device=settings.device
     )
-    written = generate_files(target, _wanted(settings), settings.decoding)
+    options = parse_options(settings.template_options)
+    written = generate_files(target, _wanted(settings), settings.decoding, options)
     print(
         f"{settings.out}: {written.num_rows} rows, {written.num_answer_tokens} answer tokens, "
         f"{written.num_rows - written.num_new_rows} rows taken over from a stopped run"

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 import tyro
 
+from outrider.data.options import parse_options
 from outrider.data.rows import Reading, read_rows
 from outrider.data.store import FeatureStore, store_bytes
 from outrider.data.target import Target, default_layers
@@ -20,7 +21,8 @@ class PrepareSettings:
     """Which rows of which target to store, and where; training with the same ones finds them."""
 
     data: str
-    """demo, a .jsonl, .json or .parquet file, a folder saved by datasets, or a Hub data set."""
+    """demo, a .jsonl, .json or .parquet file, a folder of those or saved by datasets, a Hub data
+    set, or several mixed by weight: a.jsonl=0.7,b.parquet=0.3."""
 
     target: str
     """smollm2-demo, a Hub id, or a local folder."""
@@ -52,6 +54,15 @@ class PrepareSettings:
     max_unsupervised: float = 0.1
     """Refuse data of which a larger share of rows has nothing to train on."""
 
+    template_options: tuple[str, ...] = ()
+    """Mode of the chat template, as enable_thinking=false."""
+
+    workers: int = 1
+    """Processes that render and tokenise rows; any number gives the same rows."""
+
+    row_report: Path | None = None
+    """Write what became of every row, with the reason, to this file of JSON lines."""
+
     max_gigabytes: float | None = None
     """Refuse to store more than this."""
 
@@ -76,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         policy=settings.on_long,
         limit_tokens=settings.max_tokens,
         max_unsupervised=settings.max_unsupervised,
+        template_options=parse_options(settings.template_options),
+        workers=settings.workers,
+        cache=None if settings.plan else settings.out / "rows",
     )
     target = Target.load(
         settings.target, dtype=DTYPES[settings.target_dtype], device=settings.device
@@ -86,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = DTYPES[settings.feature_dtype]
     rows, counts = read_rows(settings.data, target, reading)
     print(counts)
+    if settings.row_report is not None:
+        counts.write(settings.row_report)
     size = store_bytes(target, rows, layers, dtype)
     print(f"features of layers {layers or '(none)'} and the last state: {size / 1e9:.3f} GB")
     if settings.plan:

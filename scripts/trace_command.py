@@ -14,7 +14,8 @@ import torch
 import tyro
 
 from outrider.data.files import write_whole
-from outrider.data.generate import Decoding, Request, generate
+from outrider.data.generate import Decoding, Request, generate_files
+from outrider.data.options import parse_options, state_options
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target, default_layers
@@ -45,6 +46,9 @@ class TraceSettings:
     per_kind: int | None = None
     """Use the first so many rows of each kind of prompt."""
 
+    template_options: tuple[str, ...] = ()
+    """With prompts: mode of the chat template, as enable_thinking=false."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision the target runs in."""
 
@@ -55,6 +59,10 @@ class TraceSettings:
     decoding: Decoding = field(default_factory=Decoding)
 
     def __post_init__(self) -> None:
+        if parse_options(self.template_options) and self.prompts is None:
+            raise ValueError(
+                "template_options is given without prompts; rows of text are rendered already"
+            )
         if (self.text is None) == (self.prompts is None):
             raise ValueError(
                 f"text is {self.text} and prompts is {self.prompts}; give one of them: text that "
@@ -79,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         requests = read_requests(settings.prompts, settings.sampling)
         claim_answers(settings, target, requests)
         if not Path(source).exists():
-            generate(target, requests, Path(source), settings.decoding)
+            options = parse_options(settings.template_options)
+            generate_files(target, {Path(source): requests}, settings.decoding, options)
     texts = read_texts(str(source), settings.sampling, per_kind=settings.per_kind)
     trace = build_trace(
         target,
@@ -96,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def claim_answers(settings: TraceSettings, target: Target, requests: Sequence[Request]) -> None:
     """Note what the folder's answers are made from; answers of other requests are refused."""
     asked = [repr(request) for request in requests]
-    made_from = json.dumps([target.fingerprint(), asked, repr(settings.decoding)])
+    mode = state_options(parse_options(settings.template_options))
+    made_from = json.dumps([target.fingerprint(), asked, repr(settings.decoding) + mode])
     key = hashlib.sha256(made_from.encode()).hexdigest()
     note, answers = settings.out / "answers.key", settings.out / "answers.jsonl"
     known = note.read_text(encoding="utf-8").strip() if note.exists() else None

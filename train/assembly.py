@@ -1,35 +1,35 @@
 """From settings to the parts of a run: target, rows, vocabulary, head, features, batches."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
-from outrider.data.batches import Batch, Batches, Features
+from outrider.data.batches import Batches, Features
+from outrider.data.options import chat_notes, parse_options
 from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.store import BareRows, FeatureStore, OnlineFeatures
 from outrider.data.target import Target
+from outrider.data.template import template_hash
 from outrider.eval.link import tables
 from outrider.eval.offline.traces import Trace
-from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
-from outrider.heads.base import States
-from outrider.heads.formats import load_head, save_head
-from outrider.heads.induction import Induction, start_induction
+from outrider.heads import DraftHead, EagleHead
+from outrider.heads.formats import save_head
 from outrider.train import preflight
 from outrider.train.joint_task import JointTask
-from outrider.train.kinds import EagleHeadSettings
 from outrider.train.objectives import DraftTask, task_of
 from outrider.train.parts import Parts, Score
-from outrider.train.settings import HeadSettings, Settings, identity
+from outrider.train.settings import Settings, identity
+from outrider.train.start import make_head, settle, start_from_states
 from outrider.train.tuned_pair import TunedPair, texts_of
 from outrider.train.tuning import Tuning, tune
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
+from outrider.train.vocabulary import Vocabulary
 
 Export = Callable[[Path], None]
 Judge = Callable[[Path], Score]
@@ -39,10 +39,6 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
 }
-
-
-START_ROWS = 32
-"""Positions of the sample that a new head starts from, for each channel of the target's states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +62,28 @@ class Ground:
     @property
     def store_folder(self) -> Path:
         """Where features are kept."""
-        given = self.settings.data.store
-        return Path(given) if given else Path(self.settings.run.output).parent / "features"
+        return store_folder(self.settings)
+
+
+def store_folder(settings: Settings) -> Path:
+    """Where a run keeps features and the rows it has read."""
+    given = settings.data.store
+    return Path(given) if given else Path(settings.run.output).parent / "features"
+
+
+def reading_of(settings: Settings) -> Reading:
+    """How a run reads its rows; a plan and a run without a store keep nothing."""
+    data = settings.data
+    keeps = not (settings.run.plan or data.online)
+    return Reading(
+        max_length=data.max_length,
+        policy=data.on_long,
+        limit_tokens=data.max_tokens,
+        max_unsupervised=data.max_unsupervised,
+        template_options=parse_options(data.template_options),
+        workers=data.workers,
+        cache=store_folder(settings) / "rows" if keeps else None,
+    )
 
 
 def lay_ground(settings: Settings, device: torch.device) -> Ground:
@@ -75,13 +91,9 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     data = settings.data
     dtype = DTYPES[settings.target.target_dtype]
     target = Target.load(settings.target.target, dtype=dtype, device=device)
-    reading = Reading(
-        max_length=data.max_length,
-        policy=data.on_long,
-        limit_tokens=data.max_tokens,
-        max_unsupervised=data.max_unsupervised,
-    )
-    rows, counts = read_rows(data.data, target, reading)
+    rows, counts = read_rows(data.data, target, reading_of(settings))
+    if data.row_report is not None:
+        counts.write(Path(data.row_report))
     vocabulary, head = make_head(settings, target, rows)
     settle(head, settings.head)
     preflight.check_head(head, target)
@@ -96,84 +108,6 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
         head=head.to(device),
         tuning=tune(target, joint, settings.run.seed) if joint is not None else None,
     )
-
-
-def make_head(
-    settings: Settings, target: Target, rows: Sequence[Row]
-) -> tuple[Vocabulary | None, DraftHead]:
-    """A fresh head, or the one to start from, with its draft vocabulary."""
-    choice = settings.head
-    torch.manual_seed(settings.run.seed)
-    old = load_head(Path(choice.init), tables(target)) if choice.init else None
-    if old is not None and not choice.rebuild_vocab:
-        preflight.check_warm_start(old.config, choice)
-        kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
-        return kept if old.config.is_reduced else None, old
-    vocabulary = None
-    if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
-        vocabulary = choose_vocabulary(
-            supervised(rows),
-            choice.draft_vocab,
-            vocab_size=target.vocab_size,
-            tokenizer_size=target.tokenizer_size,
-            always=safe_ids(target.tokenizer, target.eos_ids),
-        )
-    sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
-    config = CONFIGS[choice.head].from_target(target.config, **sizes)
-    if old is not None:
-        preflight.check_rebuild(old.config, config, choice.init)
-    head = HEADS[choice.head](config, vocabulary.draft_ids_W if vocabulary else None)
-    head.attach(tables(target))
-    head.start_from_target()
-    if old is not None:
-        adopt(head, old)
-    return vocabulary, head
-
-
-def start_from_states(head: EagleHead, batches: Batches) -> Induction:
-    """Write induction heads from the first packs, the same whatever the batch size."""
-    single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
-    wanted = START_ROWS * head.config.target_hidden_size
-    packs: list[Batch] = []
-    for index in range(single.epoch_length()):
-        packs.append(single.batch(0, index).to(head.device))
-        if sum(pack.num_tokens for pack in packs) >= wanted:
-            break
-    parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
-    whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-    return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
-
-
-def settle(head: DraftHead, choice: HeadSettings) -> None:
-    """Decide which of the head's weights train."""
-    for weight in head.own_outputs if choice.freezes_output else ():
-        weight.requires_grad_(False)
-    if not isinstance(head, EagleHead) or not isinstance(choice, EagleHeadSettings):
-        return
-    if choice.embedding is not None:
-        preflight.check_embedding(head.config, choice)
-        for weight in head.own_tables:
-            weight.requires_grad_(choice.embedding == "trained")
-
-
-def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
-    """The tokens that each row is trained to predict."""
-    return (row.ids[row.mask] for row in rows)
-
-
-@torch.no_grad()
-def adopt(head: DraftHead, old: DraftHead) -> None:
-    """Take over the old head's weights, its output rows by target id where both have the id."""
-    head.follow(old)
-    outputs = {id(weight) for weight in old.own_outputs}
-    named = old.named_parameters(remove_duplicate=False)
-    head.load_state_dict({k: v for k, v in named if id(v) not in outputs}, strict=False)
-    place_V = torch.full((old.config.vocab_size,), -1)
-    place_V[old.draft_ids_W] = torch.arange(len(old.draft_ids_W))
-    source_W = place_V[head.draft_ids_W]
-    known_W = source_W >= 0
-    for ours, theirs in zip(head.own_outputs, old.own_outputs, strict=True):
-        ours[known_W] = theirs[source_W[known_W]]
 
 
 def features(ground: Ground) -> Features:
@@ -204,6 +138,8 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         source = features(ground)
         trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
     preflight.check_disjoint(ground.rows, trace)
+    for line in preflight.mode_notes(settings.data, trace):
+        accelerator.print(line)
     batches = Batches(
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
     )
@@ -245,16 +181,32 @@ def outlet(ground: Ground, trace: Trace | None) -> tuple[Export, Judge | None]:
     """What writes the head as it will be served, and what judges the files on held-out rows."""
     depth = ground.settings.run.eval_depth
     if ground.tuning is not None:
-        pair = TunedPair(head=ground.head, tuning=ground.tuning, texts=texts_of(trace), depth=depth)
+        pair = TunedPair(
+            head=ground.head,
+            tuning=ground.tuning,
+            texts=texts_of(trace),
+            depth=depth,
+            chat=chat_mode(ground),
+        )
         return pair.export, pair.score
     score = judge(trace, ground.target, depth) if trace is not None else None
     return (lambda folder: export(ground, folder)), score
 
 
 def export(ground: Ground, folder: Path) -> None:
-    """Write the head with the name and hash of its target."""
-    notes = {"target": ground.target.name, "target_fingerprint": ground.target.fingerprint()}
+    """Write the head as it will be served, with its target's name and hash and the chat's mode."""
+    notes = {
+        "target": ground.target.name,
+        "target_fingerprint": ground.target.fingerprint(),
+        "chat": chat_mode(ground),
+    }
     save_head(ground.head, folder, provenance=notes)
+
+
+def chat_mode(ground: Ground) -> dict[str, Any]:
+    """The chat template's hash and the options that the rows were rendered with."""
+    options = parse_options(ground.settings.data.template_options)
+    return chat_notes(template_hash(ground.target.tokenizer), options, ground.counts.with_tools)
 
 
 def data_claims(ground: Ground) -> dict[str, str]:

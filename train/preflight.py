@@ -7,14 +7,16 @@ from pathlib import Path
 import torch
 
 from outrider.data.batches import Batch, Batches
+from outrider.data.options import mode_difference, parse_options
 from outrider.data.rows import Row
 from outrider.data.target import Target
+from outrider.data.template import writes_the_date
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, EagleConfig, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
 from outrider.heads.formats.engines import limits
 from outrider.train.kinds import EagleHeadSettings
-from outrider.train.settings import HeadSettings, Settings
+from outrider.train.settings import DataSettings, HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
 LEAST_COVERED = 0.05
@@ -140,6 +142,15 @@ def check_export(head: DraftHead, tables: Tables) -> None:
             )
 
 
+def mode_notes(data: DataSettings, trace: Trace | None) -> Iterator[str]:
+    """Where held-out text was made in another mode of the chat template than the rows are."""
+    ours = {"template_options": parse_options(data.template_options)}
+    for stated in () if trace is None else trace.template_options:
+        found = mode_difference(ours, stated, "held-out text")
+        if found is not None:
+            yield f"note: {found}; its figures will be those of another mode"
+
+
 def notes(
     vocabulary: Vocabulary | None, settings: Settings, config: HeadConfig, target: Target
 ) -> Iterator[str]:
@@ -167,5 +178,10 @@ def notes(
             )
     if settings.tuning is not None and settings.data.store is not None:
         yield "note: store is not used with joint: the target runs in every step"
+    if writes_the_date(target.tokenizer):
+        yield (
+            "note: the chat template writes today's date, so rows read on another day differ; "
+            "where it has an option for that, pin it with --template-options"
+        )
     if settings.data.heldout is None:
         yield "note: no held-out rows, so no acceptance is measured and best/ stays empty"

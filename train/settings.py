@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from outrider.data.options import parse_options
 from outrider.train.joint import JointSettings
 from outrider.train.mixture import parse_terms
 from outrider.train.optim import OptimSettings
@@ -33,7 +34,18 @@ class DataSettings:
     """What the head learns from, and where the target's features are kept."""
 
     data: str
-    """demo, a .jsonl, .json or .parquet file, a folder saved by datasets, or a Hub data set."""
+    """demo, a .jsonl, .json or .parquet file, a folder of those or saved by datasets, a Hub data
+    set, or several mixed by weight: a.jsonl=0.7,b.parquet=0.3."""
+
+    template_options: tuple[str, ...] = ()
+    """Mode of the chat template, as enable_thinking=false: saved with the head, and compared when
+    it is evaluated."""
+
+    workers: int = 1
+    """Processes that render and tokenise rows; any number gives the same rows."""
+
+    row_report: str | None = None
+    """Write what became of every row, with the reason, to this file of JSON lines."""
 
     heldout: str | None = None
     """Greedy answers of the target that never train and that pick the best head: demo:heldout, a
@@ -65,6 +77,8 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_range("max_length", self.max_length, low=4)
+        check_range("workers", self.workers, low=1)
+        parse_options(self.template_options)
         check_range("max_unsupervised", self.max_unsupervised, low=0, high=1)
         for name in ("max_tokens", "heldout_rows"):
             value = getattr(self, name)
@@ -289,7 +303,18 @@ class Settings:
 # Fields that may differ between a run and its continuation: they change no weight.
 FREE_FIELDS = frozenset(
     {
-        *("store", "output", "device", "threads", "recipe", "plan", "track", "waive"),
+        *(
+            "store",
+            "workers",
+            "row_report",
+            "output",
+            "device",
+            "threads",
+            "recipe",
+            "plan",
+            "track",
+            "waive",
+        ),
         *("log_every", "eval_every", "save_every", "keep_last", "stop_after_steps"),
     }
 )

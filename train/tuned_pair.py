@@ -6,8 +6,8 @@ other) and, with LoRA, `adapter` (peft's layout, to be used with the original).
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class TunedPair:
     """Greedy answers of the original that never train; none where there are no held-out rows."""
     depth: int
     """Longest chain of drafts that is scored."""
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    """The chat's mode, written beside the head."""
 
     def export(self, folder: Path) -> None:
         """Write both, the head with notes on the pair.
@@ -56,6 +58,7 @@ class TunedPair:
             "target_fingerprint": tuned.fingerprint(),
             "original": original.name,
             "original_fingerprint": original.fingerprint(),
+            "chat": dict(self.chat),
         }
         if self.texts:
             drift = measure_drift(

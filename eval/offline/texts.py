@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from outrider.data.options import state_options
 from outrider.data.sampling import Sampling
 from outrider.data.sources import records
 
@@ -17,6 +18,8 @@ class Text(NamedTuple):
     kind: str
     prompt_ids: list[int]
     answer_ids: list[int]
+    template_options: str = ""
+    """The mode of the chat template as the row states it, by `state_options`."""
 
 
 def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) -> list[Text]:
@@ -45,7 +48,8 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
             used[kind] += 1
             name = str(record.get("id", f"row-{number:06d}"))
             ids = (list(record["prompt_ids"]), list(record["answer_ids"]))
-            texts.append(Text(name, kind, *ids))
+            mode = state_options(record.get("template_options") or {})
+            texts.append(Text(name, kind, *ids, template_options=mode))
     if not texts:
         raise ValueError(
             f"{source} has {number} rows but none drawn with {sampling}; state the sampling of the "
@@ -87,5 +91,5 @@ def hash_texts(texts: Sequence[Text]) -> str:
     """A short hash of names, kinds, prompts and answers."""
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(json.dumps(list(text)).encode())
+        digest.update(json.dumps(list(text[:4])).encode())
     return digest.hexdigest()[:16]

@@ -97,6 +97,8 @@ class Trace:
         info: dict[str, Any] = dict(meta["info"])
         info["layers"] = tuple(info["layers"])
         self.info = TraceInfo(**info)
+        self.template_options: tuple[str, ...] = tuple(meta.get("template_options", ()))
+        """Modes of the chat template that the text states, by `state_options`; none if unknown."""
         self.policy = OnPolicy(**meta["policy"])
         self.sampling = Sampling.from_record(self.info.sampling)
         self._rows: list[dict[str, Any]] = meta["rows"]
@@ -178,7 +180,11 @@ def build_trace(
         seed=seed,
         code=version("outrider"),
     )
-    meta = {"info": asdict(info), "rows": [_row_meta(text) for text in texts]}
+    meta = {
+        "info": asdict(info),
+        "rows": [_row_meta(text) for text in texts],
+        "template_options": sorted({text.template_options for text in texts}),
+    }
     if _is_finished(folder, meta["info"]):
         return Trace(folder)
     with locked(folder / ".lock"):

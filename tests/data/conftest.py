@@ -66,6 +66,14 @@ TEMPLATES = {
         "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
         "{{ '<|end|>\n' }}{% endfor %}" + ASK
     ),
+    "modal": (
+        "{% if mode is defined %}{{ '<|turn|>mode ' + mode + '<|end|>\n' }}{% endif %}"
+        "{% for message in messages %}" + MESSAGE + "{% endfor %}" + ASK
+    ),
+    "dated": (
+        "{{ strftime_now('%Y') + '\n' }}"
+        "{% for message in messages %}" + MESSAGE + "{% endfor %}" + ASK
+    ),
     "plain_text": ("{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"),
 }
 
@@ -140,6 +148,12 @@ def target_with(template: str | None = "chatml", family: str = "llama", **change
 def target() -> Target:
     """TinyLlama with a ChatML-like template."""
     return target_with()
+
+
+@pytest.fixture(scope="session")
+def trained() -> str:
+    """The tokenizer alone, to be given special tokens and a template."""
+    return trained_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outrider.data.chat import RowError, Template, encode, encode_text
+from outrider.data.chat import RowError, Template, encode
+from outrider.data.rendered import encode_text
 
 END, TURN = 2, 1
 
@@ -147,6 +148,21 @@ def test_tags_decide_within_the_answer_and_the_end_is_added(template):
 def test_tags_in_the_wrong_place_are_refused(template):
     with pytest.raises(RowError, match="outside every answer"):
         encode(chat("Hello", "Paris"), template("tags_the_user"))
+
+
+def test_tags_say_nothing_of_an_answer_that_the_template_cannot_show(make_tokenizer):
+    tokenizer = make_tokenizer("tagged")
+    opened = tokenizer.chat_template.replace(
+        "{{ '<|turn|>assistant\n' }}{% endif %}", "{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
+    )
+    assert opened != tokenizer.chat_template
+    tokenizer.chat_template = opened.replace(
+        "{{ message['content'] }}{% endgen",
+        "{{ message['content'].split('</think>')[-1] }}{% endgen",
+    )
+    using = Template(tokenizer=tokenizer, eos_ids=(END,))
+    (encoded,) = encode(chat("Hello", "<think>\nso</think>Paris"), using)
+    assert supervised(encoded, using) == ["so</think>Paris<|end|>"]
 
 
 def test_tools_and_reasoning_pass_through(template):

@@ -22,11 +22,11 @@ from outrider.eval.offline.traces import build_trace
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
 from outrider.train import preflight
-from outrider.train.assembly import make_head
 from outrider.train.checkpoint import latest
 from outrider.train.journal import check_tracker
 from outrider.train.kinds import EagleRun
 from outrider.train.recipe import parse
+from outrider.train.start import make_head
 from outrider.train.validate import spread
 from outrider.train.vocabulary import byte_tokens, choose_vocabulary, safe_ids
 

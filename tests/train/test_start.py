@@ -17,8 +17,8 @@ from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.heads import EagleHead
 from outrider.heads.eagle import EagleConfig
-from outrider.train.assembly import start_from_states
 from outrider.train.eagle import main
+from outrider.train.start import start_from_states
 
 VOCAB = 128
 

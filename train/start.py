@@ -1,0 +1,101 @@
+"""The head that a run begins with: fresh near its target, or taken over from another."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.data.batches import Batch, Batches
+from outrider.data.rows import Row
+from outrider.data.target import Target
+from outrider.eval.link import tables
+from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
+from outrider.heads.base import States
+from outrider.heads.formats import load_head
+from outrider.heads.induction import Induction, start_induction
+from outrider.train import preflight
+from outrider.train.kinds import EagleHeadSettings
+from outrider.train.settings import HeadSettings, Settings
+from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
+
+START_ROWS = 32
+"""Positions of the sample that a new head starts from, for each channel of the target's states."""
+
+
+def make_head(
+    settings: Settings, target: Target, rows: Sequence[Row]
+) -> tuple[Vocabulary | None, DraftHead]:
+    """A fresh head, or the one to start from, with its draft vocabulary."""
+    choice = settings.head
+    torch.manual_seed(settings.run.seed)
+    old = load_head(Path(choice.init), tables(target)) if choice.init else None
+    if old is not None and not choice.rebuild_vocab:
+        preflight.check_warm_start(old.config, choice)
+        kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
+        return kept if old.config.is_reduced else None, old
+    vocabulary = None
+    if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
+        vocabulary = choose_vocabulary(
+            supervised(rows),
+            choice.draft_vocab,
+            vocab_size=target.vocab_size,
+            tokenizer_size=target.tokenizer_size,
+            always=safe_ids(target.tokenizer, target.eos_ids),
+        )
+    sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
+    config = CONFIGS[choice.head].from_target(target.config, **sizes)
+    if old is not None:
+        preflight.check_rebuild(old.config, config, choice.init)
+    head = HEADS[choice.head](config, vocabulary.draft_ids_W if vocabulary else None)
+    head.attach(tables(target))
+    head.start_from_target()
+    if old is not None:
+        adopt(head, old)
+    return vocabulary, head
+
+
+def start_from_states(head: EagleHead, batches: Batches) -> Induction:
+    """Write induction heads from the first packs, the same whatever the batch size."""
+    single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
+    wanted = START_ROWS * head.config.target_hidden_size
+    packs: list[Batch] = []
+    for index in range(single.epoch_length()):
+        packs.append(single.batch(0, index).to(head.device))
+        if sum(pack.num_tokens for pack in packs) >= wanted:
+            break
+    parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
+    whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
+
+
+def settle(head: DraftHead, choice: HeadSettings) -> None:
+    """Decide which of the head's weights train."""
+    for weight in head.own_outputs if choice.freezes_output else ():
+        weight.requires_grad_(False)
+    if not isinstance(head, EagleHead) or not isinstance(choice, EagleHeadSettings):
+        return
+    if choice.embedding is not None:
+        preflight.check_embedding(head.config, choice)
+        for weight in head.own_tables:
+            weight.requires_grad_(choice.embedding == "trained")
+
+
+def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
+    """The tokens that each row is trained to predict."""
+    return (row.ids[row.mask] for row in rows)
+
+
+@torch.no_grad()
+def adopt(head: DraftHead, old: DraftHead) -> None:
+    """Take over the old head's weights, its output rows by target id where both have the id."""
+    head.follow(old)
+    outputs = {id(weight) for weight in old.own_outputs}
+    named = old.named_parameters(remove_duplicate=False)
+    head.load_state_dict({k: v for k, v in named if id(v) not in outputs}, strict=False)
+    place_V = torch.full((old.config.vocab_size,), -1)
+    place_V[old.draft_ids_W] = torch.arange(len(old.draft_ids_W))
+    source_W = place_V[head.draft_ids_W]
+    known_W = source_W >= 0
+    for ours, theirs in zip(head.own_outputs, old.own_outputs, strict=True):
+        ours[known_W] = theirs[source_W[known_W]]
