@@ -35,23 +35,24 @@ from outrider.scripts.compare_heads import run_notes
 
 RUNS = {
     "base": "",
+    "plain_start": "--no-induction",
+    "no_average": "--ema None",
+    "no_dropout": "--feature-dropout 0",
     "tv": "--loss tv",
     "lk_alpha": "--loss lk_alpha",
     "lk_lambda": "--loss lk_lambda",
-    "reverse_kl": "--loss reverse_kl",
     "decay_0.8": "--unroll-decay 0.8",
     "document": "--normalise document",
-    "ema": "--ema 0.999",
     "adamw": "--optimizer adamw",
+    "late_layers": "--aux-layers 2 21 27",
+    "reverse_kl": "--loss reverse_kl",
     "cosine": "--schedule cosine",
-    "late_layers": "--aux-layers 15 21 27",
     "unroll_5": "--unroll-steps 5",
     "early_layers": "--aux-layers 2 8 15",
     "jsd": "--loss jsd",
     "tv_ce": "--loss tv:0.9,soft_ce:0.1",
     "top_64": "--teacher-top-k 64",
     "noise": "--feature-noise-std 0.1",
-    "dropout": "--feature-dropout 0.1",
 }
 """What each run adds to the recipe; the first MOST_RUNS are the ablation unless others are asked
 for. Layers are those of the demo's target, which has 30."""
