@@ -8,6 +8,7 @@ the same for every token of the tail, and so is c.
 Letters: P predicted tokens, K steps (one teacher's law for all), W draft vocabulary, M divergences.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -75,17 +76,28 @@ def _general(scaled: Tensor, teacher: Tensor, objective: Objective) -> Slope:
     q = log_q.exp()
     accept = torch.minimum(q, teacher).sum(-1)
     if objective.top_k is None or objective.top_k >= teacher.shape[-1]:
-        cross, entropy = -(teacher * log_q).sum(-1), -torch.xlogy(teacher, teacher).sum(-1)
-        laws = _Laws(log_q, q, teacher.clamp(min=TINY).log(), teacher, cross, entropy)
+        laws = _whole(log_q, q, teacher, objective.names)
     else:
         laws = _cut(log_q, q, teacher, objective.top_k)
-    each: list[Tensor] = []
-    grad = torch.zeros_like(q)
-    for name, weight in objective.terms:
-        value, part = _term(name, laws, teacher, objective.lk_decay)
-        each.append(value)
-        grad = grad + (weight / objective.temperature) * part
-    return Slope(torch.stack(each, -1), accept, grad)
+    found = [_term(name, laws, teacher, objective.lk_decay) for name in objective.names]
+    parts = [
+        part if weight == objective.temperature else part * (weight / objective.temperature)
+        for weight, (_, part) in zip(objective.weights, found, strict=True)
+    ]
+    grad = parts[0]
+    for part in parts[1:]:
+        grad = grad + part
+    return Slope(torch.stack([value for value, _ in found], -1), accept, grad)
+
+
+def _whole(log_q: Tensor, q: Tensor, teacher: Tensor, names: Collection[str]) -> _Laws:
+    """The laws as they are; what none of the divergences reads stays zero."""
+    log_p = cross = entropy = q.new_zeros(())
+    if "reverse_kl" in names:
+        log_p = teacher.clamp(min=TINY).log()
+    if not {"soft_ce", "kl", "lk_lambda"}.isdisjoint(names):
+        cross, entropy = -(teacher * log_q).sum(-1), -torch.xlogy(teacher, teacher).sum(-1)
+    return _Laws(log_q, q, log_p, teacher, cross, entropy)
 
 
 def _cut(log_q: Tensor, q: Tensor, teacher: Tensor, top_k: int) -> _Laws:

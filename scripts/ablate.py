@@ -91,6 +91,8 @@ class Settings:
     """Stored features; by default a folder `features` in --output."""
     drafts: tuple[str, ...] = ("chain:1", "chain:3", "chain:5")
     """Draft plans to judge with."""
+    per_kind: int | None = None
+    """Judge on the first so many prompts of each kind."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """Of the held-out text."""
 
@@ -173,7 +175,7 @@ def held_trace(
 ) -> Trace:
     """The target's held-out answers of one temperature with the states that any head reads."""
     sampling = Sampling(temperature=temperature)
-    texts = read_texts(settings.heldout, sampling)
+    texts = read_texts(settings.heldout, sampling, per_kind=settings.per_kind)
     layers = sorted({layer for head in heads for layer in head.config.aux_layers})
     key = hashlib.sha256(f"{target.fingerprint()} {layers} {hash_texts(texts)}".encode())
     folder = settings.output / "traces" / f"t{temperature:g}-{key.hexdigest()[:12]}"
