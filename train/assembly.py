@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from outrider.data.batches import Batches, Features
-from outrider.data.rows import Counts, Reading, Row, read_rows
+from outrider.data.rows import FIRST_LABEL, Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
 from outrider.eval.link import tables
@@ -22,7 +22,14 @@ from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
 from outrider.train.settings import Settings, identity
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
+from outrider.train.vocabulary import (
+    Vocabulary,
+    choose_vocabulary,
+    ids_hash,
+    read_vocabulary,
+    safe_ids,
+    vocabulary_of,
+)
 
 DTYPES = {
     "float32": torch.float32,
@@ -86,15 +93,21 @@ def make_head(
     settings: Settings, target: Target, rows: Sequence[Row]
 ) -> tuple[Vocabulary | None, DraftHead]:
     """A fresh head, or the one to start from, with its draft vocabulary."""
-    choice = settings.head
+    choice, given_W = settings.head, None
+    if isinstance(choice.draft_vocab, str):
+        given_W = read_vocabulary(choice.draft_vocab, target)
+        choice = replace(choice, draft_vocab=len(given_W))
     torch.manual_seed(settings.run.seed)
     old = load_head(Path(choice.init), tables(target)) if choice.init else None
     if old is not None and not choice.rebuild_vocab:
         preflight.check_warm_start(old.config, choice)
+        preflight.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
     vocabulary = None
-    if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
+    if given_W is not None and len(given_W) != target.vocab_size:
+        vocabulary = vocabulary_of(given_W, supervised(rows), target.vocab_size)
+    elif isinstance(choice.draft_vocab, int) and choice.draft_vocab != target.vocab_size:
         vocabulary = choose_vocabulary(
             supervised(rows),
             choice.draft_vocab,
@@ -115,8 +128,8 @@ def make_head(
 
 
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
-    """The tokens that each row is trained to predict."""
-    return (row.ids[row.mask] for row in rows)
+    """The tokens that each row is trained to predict: no draft can be of its first ones."""
+    return (row.ids[FIRST_LABEL:][row.mask[FIRST_LABEL:]] for row in rows)
 
 
 @torch.no_grad()
@@ -192,7 +205,10 @@ def data_claims(ground: Ground) -> dict[str, str]:
     digest = hashlib.sha256()
     for row in ground.rows:
         digest.update(row.row_id.encode() + row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
-    return {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
+    claims = {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
+    if isinstance(ground.settings.head.draft_vocab, str):  # its name says nothing of its content
+        claims["draft_vocab"] = ids_hash(ground.head.draft_ids_W)
+    return claims
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
@@ -49,6 +50,15 @@ def check_warm_start(config: HeadConfig, choice: HeadSettings) -> None:
                 "to keep the head's own"
                 + (", or add --rebuild-vocab" if name == "draft_vocab" else "")
             )
+
+
+def check_kept(kept_W: Tensor, given_W: Tensor | None) -> None:
+    """A head to start from keeps its draft vocabulary; a file of another one is refused."""
+    if given_W is not None and not torch.equal(kept_W.cpu(), given_W):
+        raise ValueError(
+            f"draft_vocab names {len(given_W)} tokens other than those of the head in init; leave "
+            "it out to keep the head's own, or add --rebuild-vocab"
+        )
 
 
 def check_coverage(vocabulary: Vocabulary | None) -> None:

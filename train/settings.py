@@ -83,8 +83,9 @@ class HeadSettings:
     head: str
     """Kind of head."""
 
-    draft_vocab: int | None = None
-    """Size of the draft vocabulary; all of the target's tokens when left out."""
+    draft_vocab: int | str | None = None
+    """Size of the draft vocabulary, whose tokens are then the most frequent supervised ones, or a
+    file written by outrider vocab; all of the target's tokens when left out."""
 
     max_positions: int | None = None
     """Position limit written into the exported config; the target's by default."""
@@ -98,7 +99,7 @@ class HeadSettings:
     def __post_init__(self) -> None:
         for name in ("draft_vocab", "max_positions"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not isinstance(value, str):
                 check_range(name, value, low=1)
         if self.rebuild_vocab and self.init is None:
             raise ValueError("rebuild_vocab is set without init; name the head to start from")
