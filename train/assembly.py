@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,13 +15,14 @@ from outrider.data.batches import Batches, Features
 from outrider.data.rows import FIRST_LABEL, Counts, Reading, Row, read_rows
 from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target
-from outrider.eval.link import tables
+from outrider.eval.link import norm_offset, tables
 from outrider.heads import CONFIGS, HEADS, DraftHead
 from outrider.heads.formats import load_head, save_head
+from outrider.heads.formats.shipped import read_shipped, shipped_head
 from outrider.train import preflight
 from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
-from outrider.train.settings import Settings, identity
+from outrider.train.settings import SHIPPED, Settings, identity
 from outrider.train.validate import heldout_trace, judge
 from outrider.train.vocabulary import (
     Vocabulary,
@@ -98,7 +100,8 @@ def make_head(
         given_W = read_vocabulary(choice.draft_vocab, target)
         choice = replace(choice, draft_vocab=len(given_W))
     torch.manual_seed(settings.run.seed)
-    old = load_head(Path(choice.init), tables(target)) if choice.init else None
+    starts = choice.init is not None and choice.init != SHIPPED
+    old = load_head(Path(str(choice.init)), tables(target)) if starts else None
     if old is not None and not choice.rebuild_vocab:
         preflight.check_warm_start(old.config, choice)
         preflight.check_kept(old.draft_ids_W, given_W)
@@ -116,6 +119,9 @@ def make_head(
             always=safe_ids(target.tokenizer, target.eos_ids),
         )
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
+    if choice.init == SHIPPED:
+        ids_W = vocabulary.draft_ids_W if vocabulary else None
+        return vocabulary, module_of(target, ids_W, sizes)
     config = CONFIGS[choice.head].from_target(target.config, **sizes)
     if old is not None:
         preflight.check_rebuild(old.config, config, choice.init)
@@ -125,6 +131,18 @@ def make_head(
     if old is not None:
         adopt(head, old)
     return vocabulary, head
+
+
+def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any]) -> DraftHead:
+    """The MTP module that the target's own checkpoint ships."""
+    if target.folder is None:
+        raise ValueError(
+            f"init is {SHIPPED!r} and target {target.name} has no files to read a module from; "
+            "name the target by its folder or Hub id"
+        )
+    lent, offset = tables(target), norm_offset(target)
+    shipped = read_shipped(target.folder, target.num_layers, lent, norm_offset=offset)
+    return shipped_head(shipped, target.config, draft_ids_W, **sizes).attach(lent)
 
 
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:

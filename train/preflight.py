@@ -142,6 +142,8 @@ def notes(
     vocabulary: Vocabulary | None, settings: Settings, config: HeadConfig, target: Target
 ) -> Iterator[str]:
     """Remarks worth a line before training."""
+    if "started_from" in config.extra:
+        yield f"starting from {config.extra['started_from']}"
     limit = config.max_position_embeddings
     has = getattr(target.config, "max_position_embeddings", limit)
     if limit < settings.data.max_length:

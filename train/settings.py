@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Literal, get_type_hints
 from outrider.train.optim import OptimSettings
 from outrider.train.schedule import ScheduleSettings, check_range
 
+SHIPPED = "target"
+"""What --init says for the module that the target's checkpoint ships."""
+
 LossName = Literal["soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda"]
 
 
@@ -101,8 +104,16 @@ class HeadSettings:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 check_range(name, value, low=1)
-        if self.rebuild_vocab and self.init is None:
-            raise ValueError("rebuild_vocab is set without init; name the head to start from")
+        if self.rebuild_vocab and self.init in (None, SHIPPED):
+            raise ValueError(
+                f"rebuild_vocab is set and init is {self.init}, so there is no head's vocabulary "
+                "to choose again; name the folder of a head, or leave rebuild_vocab out"
+            )
+        if self.init == SHIPPED and self.head != "mtp":
+            raise ValueError(
+                f"init is {SHIPPED!r} with head {self.head}, and only MTP modules are shipped: use "
+                f"train/mtp.py, or name a folder (./{SHIPPED} for one of that name)"
+            )
 
     @property
     def freezes_output(self) -> bool:
