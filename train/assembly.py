@@ -22,7 +22,7 @@ from outrider.heads.formats.shipped import read_shipped, shipped_head
 from outrider.train import preflight
 from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
-from outrider.train.settings import SHIPPED, Settings, identity
+from outrider.train.settings import SHIPPED, HeadSettings, Settings, identity
 from outrider.train.validate import heldout_trace, judge
 from outrider.train.vocabulary import (
     Vocabulary,
@@ -107,17 +107,7 @@ def make_head(
         preflight.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
-    vocabulary = None
-    if given_W is not None and len(given_W) != target.vocab_size:
-        vocabulary = vocabulary_of(given_W, supervised(rows), target.vocab_size)
-    elif isinstance(choice.draft_vocab, int) and choice.draft_vocab != target.vocab_size:
-        vocabulary = choose_vocabulary(
-            supervised(rows),
-            choice.draft_vocab,
-            vocab_size=target.vocab_size,
-            tokenizer_size=target.tokenizer_size,
-            always=safe_ids(target.tokenizer, target.eos_ids),
-        )
+    vocabulary = fresh_vocabulary(choice, given_W, target, rows)
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
     if choice.init == SHIPPED:
         ids_W = vocabulary.draft_ids_W if vocabulary else None
@@ -131,6 +121,23 @@ def make_head(
     if old is not None:
         adopt(head, old)
     return vocabulary, head
+
+
+def fresh_vocabulary(
+    choice: HeadSettings, given_W: Tensor | None, target: Target, rows: Sequence[Row]
+) -> Vocabulary | None:
+    """The draft vocabulary given or chosen from the rows; None when it is the target's whole."""
+    if not isinstance(choice.draft_vocab, int) or choice.draft_vocab == target.vocab_size:
+        return None
+    if given_W is not None:
+        return vocabulary_of(given_W, supervised(rows), target.vocab_size)
+    return choose_vocabulary(
+        supervised(rows),
+        choice.draft_vocab,
+        vocab_size=target.vocab_size,
+        tokenizer_size=target.tokenizer_size,
+        always=safe_ids(target.tokenizer, target.eos_ids),
+    )
 
 
 def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any]) -> DraftHead:
