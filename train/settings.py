@@ -104,10 +104,12 @@ class HeadSettings:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 check_range(name, value, low=1)
-        if self.rebuild_vocab and self.init in (None, SHIPPED):
+        if self.rebuild_vocab and self.init is None:
+            raise ValueError("rebuild_vocab is set without init; name the head to start from")
+        if self.rebuild_vocab and self.init == SHIPPED:
             raise ValueError(
-                f"rebuild_vocab is set and init is {self.init}, so there is no head's vocabulary "
-                "to choose again; name the folder of a head, or leave rebuild_vocab out"
+                f"rebuild_vocab is set with init {SHIPPED}, whose module has no draft vocabulary; "
+                "leave it out, as draft_vocab is followed anyway"
             )
         if self.init == SHIPPED and self.head != "mtp":
             raise ValueError(

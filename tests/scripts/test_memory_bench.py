@@ -33,7 +33,7 @@ def test_what_was_there_before_does_not_count():
 
 
 def test_a_cell_that_fails_says_why():
-    with pytest.raises(RuntimeError, match="draft_vocab_size is 0"):
+    with pytest.raises(RuntimeError, match="draft_vocab_size is -1"):
         in_fresh_process(cell(draft_vocab=-1))
 
 

@@ -172,7 +172,7 @@ def test_a_target_without_a_module_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rebuild-vocab"], "there is no head's vocabulary to choose again"),
+        (["--rebuild-vocab"], "whose module has no draft vocabulary"),
         (["--head-intermediate", "24"], "head_intermediate is 24 but the target's MTP module has"),
     ],
 )
