@@ -1,6 +1,6 @@
 """Rows into packs of one size: a row never crosses a pack's end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -51,3 +51,18 @@ class _FirstFit:
         while node := node // 2:
             self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
         return place
+
+
+def passes(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Rows by index, those of like length together, `limit` padded tokens at a time, longest first.
+
+    A row that is longer than the limit comes alone.
+    """
+    group: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if group and lengths[group[0]] * (len(group) + 1) > limit:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

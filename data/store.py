@@ -9,7 +9,7 @@ H hidden size.
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from outrider.data.batches import StoredRow
 from outrider.data.files import locked, settle
+from outrider.data.packing import passes
 from outrider.data.rows import Row
 from outrider.data.target import Target, check_layers
 
@@ -258,7 +259,7 @@ def _shard(
         starts.append(starts[-1] + len(row))
     aux_NF = torch.empty(starts[-1], len(layers) * target.hidden_size, dtype=dtype)
     last_NH = torch.empty(starts[-1], target.hidden_size, dtype=dtype)
-    for places in _passes([len(row) for row in rows]):
+    for places in passes([len(row) for row in rows], PASS_TOKENS):
         for place, done in zip(
             places, _features(target, [rows[place] for place in places], layers, dtype), strict=True
         ):
@@ -266,18 +267,6 @@ def _shard(
             aux_NF[span], last_NH[span] = done.aux_TF, done.last_TH
         bar.update(sum(len(rows[place]) for place in places))
     return {"aux": aux_NF, "last": last_NH}
-
-
-def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows of like length together, PASS_TOKENS padded positions at a time, longest first."""
-    group: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if group and lengths[group[0]] * (len(group) + 1) > PASS_TOKENS:
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
 
 
 def _write(path: Path, content: Mapping[str, Tensor] | bytes) -> None:

@@ -77,15 +77,26 @@ def tables(target: Target) -> Tables:
     )
 
 
-@torch.no_grad()
+def norm_offset(target: Target) -> float:
+    """What the target's norms add to their weights: 1 in families that store them less one."""
+    found = _final_norm_parts(target)
+    return 0.0 if found is None else found[1]
+
+
 def _final_norm(target: Target) -> Tensor | None:
     """The final norm's effective weight; None where it is not an RMS norm over the hidden size."""
+    found = _final_norm_parts(target)
+    return None if found is None else found[0] + found[1]
+
+
+@torch.no_grad()
+def _final_norm_parts(target: Target) -> tuple[Tensor, float] | None:
+    """The final norm's stored weight and what is added to it."""
     norm = getattr(target.decoder, "norm", None)
     weight = getattr(norm, "weight", None)
     is_rms = isinstance(weight, Tensor) and getattr(norm, "bias", None) is None
     if not isinstance(norm, torch.nn.Module) or not is_rms or weight.shape != (target.hidden_size,):
         return None
-    # Some families store the weight less one: ask the module what it does to a unit vector.
+    # Ask the module what it does to a vector of ones, whose norm is itself.
     applied_H = norm(torch.ones_like(weight))
-    offset = (applied_H - weight).round()
-    return weight + offset
+    return weight, float((applied_H - weight).round().mean())

@@ -41,13 +41,19 @@ class DecoderHead(DraftHead):
     def queries(self, x: Tensor, position: Tensor, weights: Weights) -> Tensor:
         """Rotated queries [..., A, E]."""
         cos, sin = cos_sin(self._rotary, position, x.dtype)
-        return rotate(split_heads(F.linear(x, weights.q), self.config.head_dim), cos, sin)
+        query = split_heads(F.linear(x, weights.q, weights.q_bias), self.config.head_dim)
+        if weights.q_norm is not None:
+            query = rms_norm(query, weights.q_norm, self.config.rms_norm_eps)
+        return rotate(query, cos, sin)
 
     def keys_values(self, x: Tensor, position: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Rotated keys and plain values [..., K, E]."""
         cos, sin = cos_sin(self._rotary, position, x.dtype)
-        key = rotate(split_heads(F.linear(x, weights.k), self.config.head_dim), cos, sin)
-        return key, split_heads(F.linear(x, weights.v), self.config.head_dim)
+        key = split_heads(F.linear(x, weights.k, weights.k_bias), self.config.head_dim)
+        if weights.k_norm is not None:
+            key = rms_norm(key, weights.k_norm, self.config.rms_norm_eps)
+        value = split_heads(F.linear(x, weights.v, weights.v_bias), self.config.head_dim)
+        return rotate(key, cos, sin), value
 
     def attend(
         self,

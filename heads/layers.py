@@ -25,17 +25,34 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
 
+class AttentionForm(NamedTuple):
+    """What a family's attention has that Llama's has not."""
+
+    bias: bool = False
+    """Biases on queries, keys and values (Qwen2)."""
+    qk_norm: bool = False
+    """RMS norms on every head's queries and keys, before they are rotated (Qwen3)."""
+    gate: bool = False
+    """A sigmoid gate on the output, made beside each head's queries (Qwen3-Next)."""
+
+
+LLAMA = AttentionForm()
+
+
 class Attention(nn.Module):
     """Projections of the attention block."""
 
-    def __init__(self, config: DecoderConfig, width: int) -> None:
+    def __init__(self, config: DecoderConfig, width: int, form: AttentionForm = LLAMA) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.q_proj = nn.Linear(width, queries * (2 if form.gate else 1), bias=form.bias)
+        self.k_proj = nn.Linear(width, keys, bias=form.bias)
+        self.v_proj = nn.Linear(width, keys, bias=form.bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        if form.qk_norm:
+            self.q_norm = Norm(config.head_dim)
+            self.k_norm = Norm(config.head_dim)
 
 
 class Mlp(nn.Module):
@@ -51,9 +68,15 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One decoder layer whose attention reads `width` channels, with these norms before it."""
 
-    def __init__(self, config: DecoderConfig, width: int, norms: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        width: int,
+        norms: Sequence[str] = (),
+        form: AttentionForm = LLAMA,
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, width)
+        self.self_attn = Attention(config, width, form)
         self.mlp = Mlp(config)
         self.post_attention_layernorm = Norm(config.hidden_size)
         for name in norms:
@@ -86,6 +109,14 @@ class Weights:
     """Before the output head."""
     layer_norm: Tensor | None = None
     """On the fused input, before attention."""
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    out_gate: Tensor | None = None
+    """Rows that make the gate on attention's output."""
+    gate_bias: Tensor | None = None
     rest: "tuple[Weights, ...]" = field(default=(), kw_only=True)
     """Those of the layers after the first, whose layer_norm is on what the layer before put out."""
 

@@ -106,7 +106,7 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
         epochs=settings.epochs or ours.run.epochs,
         max_steps=settings.max_steps,
         pack_size=ours.data.max_length,
-        draft_vocab=ours.head.draft_vocab or ground.target.vocab_size,
+        draft_vocab=ground.head.config.draft_vocab_size,
         unroll_steps=ours.num_steps,
     )
     return replace(

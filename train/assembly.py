@@ -29,7 +29,7 @@ from outrider.train.start import make_head, settle, start_from_states
 from outrider.train.tuned_pair import TunedPair, texts_of
 from outrider.train.tuning import Tuning, tune
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary
+from outrider.train.vocabulary import Vocabulary, ids_hash
 
 Export = Callable[[Path], None]
 Judge = Callable[[Path], Score]
@@ -214,7 +214,10 @@ def data_claims(ground: Ground) -> dict[str, str]:
     digest = hashlib.sha256()
     for row in ground.rows:
         digest.update(row.row_id.encode() + row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
-    return {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
+    claims = {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
+    if isinstance(ground.settings.head.draft_vocab, str):  # its name says nothing of its content
+        claims["draft_vocab"] = ids_hash(ground.head.draft_ids_W)
+    return claims
 
 
 @contextmanager

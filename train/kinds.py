@@ -298,6 +298,10 @@ class MtpHeadSettings(HeadSettings):
     head: Literal["mtp"] = "mtp"
     """One module as in DeepSeek-V3, with the target's embedding and output head."""
 
+    init: str | None = None
+    """Folder of an exported head to start from, whose draft vocabulary is kept; or `target`, the
+    module that the target's own checkpoint ships."""
+
     head_intermediate: int | None = None
     """Width of the module's MLP; the target's by default."""
 

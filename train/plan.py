@@ -4,8 +4,12 @@ import math
 import shutil
 from pathlib import Path
 
+import torch
+
 from outrider.data.packing import shuffled_packs
 from outrider.data.store import store_bytes
+from outrider.heads import HeadConfig
+from outrider.heads.fused import CHUNK_ELEMENTS
 from outrider.train.assembly import DTYPES, Ground
 from outrider.train.joint_plan import JointNeeds, joint_needs
 from outrider.train.optim import state_bytes
@@ -83,12 +87,20 @@ def target_bytes(ground: Ground) -> int:
 
 
 def activation_bytes(ground: Ground) -> int:
-    """Bytes kept for the backward pass of one micro-batch, by layer widths; a rough figure."""
-    settings, config = ground.settings, ground.head.config
-    item = 2 if settings.run.precision == "bf16" else 4
+    """Bytes that a micro-batch needs above weights and gradients; a rough figure."""
+    settings = ground.settings
     positions = settings.run.batch_size * settings.data.max_length
-    logits = 4 * min(1 << 23, positions * settings.num_steps * config.draft_vocab_size)
-    return positions * settings.num_steps * config.activation_width * item + 3 * logits
+    dtype = DTYPES[settings.run.precision]
+    return step_bytes(ground.head.config, positions, settings.num_steps, dtype)
+
+
+def step_bytes(config: HeadConfig, positions: int, num_steps: int, dtype: torch.dtype) -> int:
+    """Bytes of a training step over so many supervised positions, by the widths of what is kept.
+
+    The logits are a chunk's, with what is made of them. scripts/memory_bench.py measures the same.
+    """
+    logits = 4 * min(CHUNK_ELEMENTS, positions * num_steps * config.draft_vocab_size)
+    return positions * num_steps * config.activation_width * dtype.itemsize + 3 * logits
 
 
 def existing(path: Path) -> Path:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from outrider.data.batches import Batch, Batches
 from outrider.data.options import mode_difference, parse_options
@@ -62,6 +63,15 @@ def check_embedding(config: EagleConfig, choice: EagleHeadSettings) -> None:
         raise ValueError(
             f"embedding is {choice.embedding} but the head in init {choice.init!r} has {has}; "
             "leave it out to keep that"
+        )
+
+
+def check_kept(kept_W: Tensor, given_W: Tensor | None) -> None:
+    """A head to start from keeps its draft vocabulary; a file of another one is refused."""
+    if given_W is not None and not torch.equal(kept_W.cpu(), given_W):
+        raise ValueError(
+            f"draft_vocab names {len(given_W)} tokens other than those of the head in init; leave "
+            "it out to keep the head's own, or add --rebuild-vocab"
         )
 
 
@@ -155,6 +165,8 @@ def notes(
     vocabulary: Vocabulary | None, settings: Settings, config: HeadConfig, target: Target
 ) -> Iterator[str]:
     """Remarks worth a line before training."""
+    if "started_from" in config.extra:
+        yield f"starting from {config.extra['started_from']}"
     limit = config.max_position_embeddings
     has = getattr(target.config, "max_position_embeddings", limit)
     if limit < settings.data.max_length:

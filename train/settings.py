@@ -17,6 +17,9 @@ from outrider.train.schedule import ScheduleSettings, check_range
 if TYPE_CHECKING:
     from outrider.heads.objective import Objective
 
+SHIPPED = "target"
+"""What --init says for the module that the target's checkpoint ships."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSettings:
@@ -100,8 +103,9 @@ class HeadSettings:
     head: str
     """Kind of head."""
 
-    draft_vocab: int | None = None
-    """Size of the draft vocabulary; all of the target's tokens when left out."""
+    draft_vocab: int | str | None = None
+    """Size of the draft vocabulary, whose tokens are then the most frequent supervised ones, or a
+    file written by outrider vocab; all of the target's tokens when left out."""
 
     max_positions: int | None = None
     """Position limit written into the exported config; the target's by default."""
@@ -115,10 +119,20 @@ class HeadSettings:
     def __post_init__(self) -> None:
         for name in ("draft_vocab", "max_positions"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not isinstance(value, str):
                 check_range(name, value, low=1)
         if self.rebuild_vocab and self.init is None:
             raise ValueError("rebuild_vocab is set without init; name the head to start from")
+        if self.rebuild_vocab and self.init == SHIPPED:
+            raise ValueError(
+                f"rebuild_vocab is set with init {SHIPPED}, whose module has no draft vocabulary; "
+                "leave it out, as draft_vocab is followed anyway"
+            )
+        if self.init == SHIPPED and self.head != "mtp":
+            raise ValueError(
+                f"init is {SHIPPED!r} with head {self.head}, and only MTP modules are shipped: use "
+                f"train/mtp.py, or name a folder (./{SHIPPED} for one of that name)"
+            )
 
     @property
     def freezes_output(self) -> bool:

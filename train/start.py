@@ -1,23 +1,32 @@
 """The head that a run begins with: fresh near its target, or taken over from another."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.data.batches import Batch, Batches
-from outrider.data.rows import Row
+from outrider.data.rows import FIRST_LABEL, Row
 from outrider.data.target import Target
-from outrider.eval.link import tables
+from outrider.eval.link import norm_offset, tables
 from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
 from outrider.heads.base import States
 from outrider.heads.formats import load_head
+from outrider.heads.formats.shipped import read_shipped, shipped_head
 from outrider.heads.induction import Induction, start_induction
 from outrider.train import preflight
 from outrider.train.kinds import EagleHeadSettings
-from outrider.train.settings import HeadSettings, Settings
-from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
+from outrider.train.settings import SHIPPED, HeadSettings, Settings
+from outrider.train.vocabulary import (
+    Vocabulary,
+    choose_vocabulary,
+    read_vocabulary,
+    safe_ids,
+    vocabulary_of,
+)
 
 START_ROWS = 32
 """Positions of the sample that a new head starts from, for each channel of the target's states."""
@@ -27,23 +36,23 @@ def make_head(
     settings: Settings, target: Target, rows: Sequence[Row]
 ) -> tuple[Vocabulary | None, DraftHead]:
     """A fresh head, or the one to start from, with its draft vocabulary."""
-    choice = settings.head
+    choice, given_W = settings.head, None
+    if isinstance(choice.draft_vocab, str):
+        given_W = read_vocabulary(choice.draft_vocab, target)
+        choice = replace(choice, draft_vocab=len(given_W))
     torch.manual_seed(settings.run.seed)
-    old = load_head(Path(choice.init), tables(target)) if choice.init else None
+    starts = choice.init is not None and choice.init != SHIPPED
+    old = load_head(Path(str(choice.init)), tables(target)) if starts else None
     if old is not None and not choice.rebuild_vocab:
         preflight.check_warm_start(old.config, choice)
+        preflight.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
-    vocabulary = None
-    if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
-        vocabulary = choose_vocabulary(
-            supervised(rows),
-            choice.draft_vocab,
-            vocab_size=target.vocab_size,
-            tokenizer_size=target.tokenizer_size,
-            always=safe_ids(target.tokenizer, target.eos_ids),
-        )
+    vocabulary = fresh_vocabulary(choice, given_W, target, rows)
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
+    if choice.init == SHIPPED:
+        ids_W = vocabulary.draft_ids_W if vocabulary else None
+        return vocabulary, module_of(target, ids_W, sizes)
     config = CONFIGS[choice.head].from_target(target.config, **sizes)
     if old is not None:
         preflight.check_rebuild(old.config, config, choice.init)
@@ -53,6 +62,35 @@ def make_head(
     if old is not None:
         adopt(head, old)
     return vocabulary, head
+
+
+def fresh_vocabulary(
+    choice: HeadSettings, given_W: Tensor | None, target: Target, rows: Sequence[Row]
+) -> Vocabulary | None:
+    """The draft vocabulary given or chosen from the rows; None when it is the target's whole."""
+    if not isinstance(choice.draft_vocab, int) or choice.draft_vocab == target.vocab_size:
+        return None
+    if given_W is not None:
+        return vocabulary_of(given_W, supervised(rows), target.vocab_size)
+    return choose_vocabulary(
+        supervised(rows),
+        choice.draft_vocab,
+        vocab_size=target.vocab_size,
+        tokenizer_size=target.tokenizer_size,
+        always=safe_ids(target.tokenizer, target.eos_ids),
+    )
+
+
+def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any]) -> DraftHead:
+    """The MTP module that the target's own checkpoint ships."""
+    if target.folder is None:
+        raise ValueError(
+            f"init is {SHIPPED!r} and target {target.name} has no files to read a module from; "
+            "name the target by its folder or Hub id"
+        )
+    lent, offset = tables(target), norm_offset(target)
+    shipped = read_shipped(target.folder, target.num_layers, lent, norm_offset=offset)
+    return shipped_head(shipped, target.config, draft_ids_W, **sizes).attach(lent)
 
 
 def start_from_states(head: EagleHead, batches: Batches) -> Induction:
@@ -82,8 +120,8 @@ def settle(head: DraftHead, choice: HeadSettings) -> None:
 
 
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
-    """The tokens that each row is trained to predict."""
-    return (row.ids[row.mask] for row in rows)
+    """The tokens that each row is trained to predict: no draft can be of its first ones."""
+    return (row.ids[FIRST_LABEL:][row.mask[FIRST_LABEL:]] for row in rows)
 
 
 @torch.no_grad()

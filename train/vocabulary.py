@@ -1,18 +1,26 @@
-"""The draft vocabulary of a run: counted over supervised tokens, safe tokens always in.
+"""The draft vocabulary of a run, counted over supervised tokens or read; safe tokens always in.
 
-V is the target's vocabulary.
+V is the target's vocabulary, W the draft's.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.data.files import write_whole
+from outrider.data.target import Target
 from outrider.heads.vocab import choose, coverage
+
+FILE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +28,7 @@ class Vocabulary:
     """A chosen draft vocabulary and what it covers."""
 
     draft_ids_W: Tensor
+    """Target ids, rising."""
     distinct: int
     """Different supervised tokens seen."""
     covered: float
@@ -63,6 +72,78 @@ def _covering(draft_ids_W: Tensor, counts_V: Tensor) -> Vocabulary:
         distinct=int((counts_V > 0).sum()),
         covered=coverage(counts_V, draft_ids_W),
     )
+
+
+def write_vocabulary(
+    path: Path, draft_ids_W: Tensor, target: Target, about: Mapping[str, Any]
+) -> None:
+    """Write a draft vocabulary that training takes in place of a size; `about` says how it came."""
+    content = {
+        "draft_vocabulary": FILE_VERSION,
+        **about,
+        "size": len(draft_ids_W),
+        "target": target.name,
+        "tokenizer": tokenizer_hash(target),
+        "draft_ids": draft_ids_W.tolist(),
+    }
+    write_whole(path, json.dumps(content) + "\n")
+
+
+def read_vocabulary(path: str | Path, target: Target) -> Tensor:
+    """The draft ids [W] of a file, checked against the target's tokenizer.
+
+    Raises ValueError when the file is none of `outrider vocab`, was damaged or edited, or is for
+    another tokenizer.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"draft_vocab is {str(path)!r}, neither a number nor a readable file ({error}); give "
+            "a size, or a file written by outrider vocab"
+        ) from error
+    if not isinstance(content, dict) or content.get("draft_vocabulary") != FILE_VERSION:
+        raise ValueError(
+            f"draft_vocab {str(path)!r} is no draft vocabulary of version {FILE_VERSION}; write it "
+            "with outrider vocab"
+        )
+    if content.get("tokenizer") != tokenizer_hash(target):
+        raise ValueError(
+            f"draft_vocab {str(path)!r} was chosen for {content.get('target')!r}, whose tokenizer "
+            f"is not that of {target.name!r}; choose it again with outrider vocab"
+        )
+    ids = content.get("draft_ids")
+    are_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
+    if not are_ids or not ids or ids != sorted(set(ids)) or len(ids) != content.get("size"):
+        raise ValueError(
+            f"draft_vocab {str(path)!r}: draft_ids are not {content.get('size')} rising ids; write "
+            "the file again with outrider vocab"
+        )
+    if ids[0] < 0 or ids[-1] >= target.tokenizer_size:
+        raise ValueError(
+            f"draft_vocab {str(path)!r}: draft_ids run from {ids[0]} to {ids[-1]}; they must be in "
+            f"0..{target.tokenizer_size - 1}"
+        )
+    lacking = sorted(set(safe_ids(target.tokenizer, target.eos_ids)) - set(ids))
+    if lacking:
+        raise ValueError(
+            f"draft_vocab {str(path)!r} lacks {len(lacking)} of the end, special and byte tokens "
+            f"that a draft must hold, the first of them {lacking[0]}; write the file again with "
+            "outrider vocab"
+        )
+    return torch.tensor(ids)
+
+
+def tokenizer_hash(target: Target) -> str:
+    """What a draft vocabulary depends on: the tokens and their ids, or their number alone."""
+    tokens = None if target.tokenizer is None else sorted(target.tokenizer.get_vocab().items())
+    known = repr((target.vocab_size, target.tokenizer_size, tokens))
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def ids_hash(draft_ids_W: Tensor) -> str:
+    """Names a draft vocabulary by what is in it."""
+    return hashlib.sha256(draft_ids_W.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def safe_ids(tokenizer: PreTrainedTokenizerBase | None, eos_ids: Iterable[int]) -> list[int]:
