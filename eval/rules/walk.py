@@ -194,16 +194,16 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
     the condition holds in the weights' own arithmetic.
     """
     is_exact = str(getattr(p, "dtype", "")) == "object"
-    exact_beta = partial(_beta, p, q)
-    if num_drafts == 1 or (is_exact and _is_covered(exact_beta(1), 1, num_drafts)):
+    if num_drafts == 1 or (is_exact and _is_covered(_beta(p, q, 1), 1, num_drafts)):
         return 1
     float_beta = _beta_in_place(p, q)
+    own_beta: Callable[[Any], Any] = partial(_beta, p, q) if is_exact else float_beta
     # A root that is a tick itself may come out a little above it: exact weights try from below.
     nearest = math.floor if is_exact else math.ceil
     ticks, step = nearest(_rho_near(float_beta, num_drafts) * RHO_TICKS), 1
     while ticks < num_drafts * RHO_TICKS:
         rho = Fraction(ticks, RHO_TICKS) if is_exact else ticks / RHO_TICKS
-        if _is_covered(exact_beta(rho) if is_exact else float_beta(rho), rho, num_drafts):
+        if _is_covered(own_beta(rho), rho, num_drafts):
             return rho
         ticks, step = ticks + step, 2 * step
     return num_drafts
