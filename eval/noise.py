@@ -10,7 +10,7 @@ Dimensions: V vocabulary, N some of its tokens, G blocks of tokens.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,19 +80,27 @@ def race(weights_V: Tensor, coin: float) -> int:
     if weights_V.device.type != "cpu" or len(weights_V) <= _AT_ONCE:
         return int(race_times(weights_V, coin).div_(weights_V).argmin())
     # On a CPU the logarithms cost more than all else: take them where a bound says one may win.
-    least_G, count = _least_times(weights_V, coin), _BLOCKS
+    weights = weights_V.numpy()
+    least_G, count = _least_times(weights_V.float().numpy(), coin), _BLOCKS
     while count < len(least_G):
-        likely = least_G.topk(count, largest=False)
-        winner = _race_among(weights_V, coin, likely.indices.sort().values)
-        if winner.time * _SLACK < min(float(likely.values[-1]), _MOST):
+        likely_G = least_G.argpartition(count)
+        winner = _race_among(weights, coin, np.sort(likely_G[:count]))
+        if winner.time * _SLACK < min(float(least_G[likely_G[count]]), _MOST):
             return winner.token
         count *= 8
-    return _race_among(weights_V, coin, torch.arange(len(least_G))).token
+    return _race_among(weights, coin, np.arange(len(least_G))).token
 
 
 def race_times(weights_V: Tensor, coin: float) -> Tensor:
     """The race's exponential times [V], float64, before they are divided by the weights."""
-    return _times(_ranks(len(weights_V), weights_V.device), coin)
+    state_V = _ranks(len(weights_V), weights_V.device) + int(coin * 2**53)
+    shifted_V = torch.empty_like(state_V)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 30, shifted_V)).mul_(_FIRST)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 27, shifted_V)).mul_(_SECOND)
+    state_V = state_V.bitwise_xor_(_shifted(state_V, 31, shifted_V))
+    # Half a step keeps the uniforms inside (0, 1).
+    uniform_V = _shifted(state_V, 12, shifted_V).double().add_(0.5).mul_(2.0**-52)
+    return uniform_V.log_().neg_()
 
 
 class _Winner(NamedTuple):
@@ -100,16 +108,24 @@ class _Winner(NamedTuple):
     time: float
 
 
-def _race_among(weights_V: Tensor, coin: float, blocks_X: Tensor) -> _Winner:
+def _race_among(weights: NDArray[Any], coin: float, blocks_X: NDArray[np.int64]) -> _Winner:
     """The race between the tokens of these blocks; of equals the first."""
-    ids_N = (blocks_X[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-    ids_N.clamp_(max=len(weights_V) - 1)  # beyond the last token that token again
-    times_N = _times(ids_N * _STEP, coin).div_(weights_V[ids_N])
+    ids_N = (blocks_X[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+    np.minimum(ids_N, len(weights) - 1, out=ids_N)  # beyond the last token that token again
+    state_N = ids_N.view(np.uint64) * _unsigned(_STEP) + _unsigned(int(coin * 2**53))
+    shifted_N = np.empty_like(state_N)
+    _mix(state_N, shifted_N)
+    state_N ^= np.right_shift(state_N, 31, out=shifted_N)
+    uniform_N = ((state_N >> 12).astype(float) + 0.5) * 2.0**-52
+    # By torch, for other libraries round logarithms otherwise.
+    times_N = -torch.from_numpy(uniform_N).log_().numpy()
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        times_N /= weights[ids_N]
     place = times_N.argmin()
     return _Winner(int(ids_N[place]), float(times_N[place]))
 
 
-def _least_times(weights_V: Tensor, coin: float) -> Tensor:
+def _least_times(weights_V: NDArray[np.float32], coin: float) -> NDArray[np.float32]:
     """By block of tokens, a time over weight below which none of them is: [G].
 
     In pieces that stay in the cache, and by numpy, whose integers may be unsigned: that takes half
@@ -117,16 +133,14 @@ def _least_times(weights_V: Tensor, coin: float) -> Tensor:
     """
     least: list[NDArray[np.float32]] = []
     state_N, shifted_N = np.empty((2, _AT_ONCE), np.uint64)
-    for first, weights_N in enumerate(weights_V.float().split(_AT_ONCE)):
+    for first in range(0, len(weights_V), _AT_ONCE):
+        weights_N = weights_V[first : first + _AT_ONCE]
         count = len(weights_N)
-        left_N = _least_left(state_N[:count], shifted_N[:count], coin, first * _AT_ONCE)
+        left_N = _least_left(state_N[:count], shifted_N[:count], coin, first)
         with np.errstate(divide="ignore", over="ignore"):
-            left_N /= weights_N.numpy()
-        whole = count // BLOCK * BLOCK
-        least.append(left_N[:whole].reshape(-1, BLOCK).min(1))
-        if whole < count:
-            least.append(left_N[whole:].min(keepdims=True))
-    return torch.from_numpy(np.concatenate(least))
+            left_N /= weights_N
+        least.append(np.minimum.reduceat(left_N, np.arange(0, count, BLOCK)))
+    return np.concatenate(least)
 
 
 def _least_left(
@@ -134,13 +148,10 @@ def _least_left(
 ) -> NDArray[np.float32]:
     """1 - u <= -log u of tokens from `first` on, u rounded up to 31 bits; overwrites the others."""
     ranks_N = _ranks(_AT_ONCE, torch.device("cpu")).numpy().view(np.uint64)
-    start = np.uint64((int(coin * 2**53) + first * _STEP) % 2**64)
+    start = _unsigned(int(coin * 2**53) + first * _STEP)
     np.add(ranks_N[: len(state_N)], start, out=state_N)
-    for bits, factor in ((30, _FIRST), (27, _SECOND)):
-        np.right_shift(state_N, bits, out=shifted_N)
-        np.bitwise_xor(state_N, shifted_N, out=state_N)
-        np.multiply(state_N, np.uint64(factor % 2**64), out=state_N)
-    # The last step of `_times` leaves the upper 31 bits as they are.
+    _mix(state_N, shifted_N)
+    # The last step leaves the upper 31 bits as they are.
     np.right_shift(np.invert(state_N, out=state_N), 33, out=state_N)
     left_N = state_N.view(np.int64).astype(np.float32)
     left_N *= 2.0**-31
@@ -148,16 +159,16 @@ def _least_left(
     return left_N
 
 
-def _times(ranks_N: Tensor, coin: float) -> Tensor:
-    """The exponential times of tokens: SplitMix64 makes their uniforms."""
-    state_N = ranks_N + int(coin * 2**53)
-    shifted_N = torch.empty_like(state_N)
-    state_N = state_N.bitwise_xor_(_shifted(state_N, 30, shifted_N)).mul_(_FIRST)
-    state_N = state_N.bitwise_xor_(_shifted(state_N, 27, shifted_N)).mul_(_SECOND)
-    state_N = state_N.bitwise_xor_(_shifted(state_N, 31, shifted_N))
-    # Half a step keeps the uniforms inside (0, 1).
-    uniform_N = _shifted(state_N, 12, shifted_N).double().add_(0.5).mul_(2.0**-52)
-    return uniform_N.log_().neg_()
+def _mix(state_N: NDArray[np.uint64], shifted_N: NDArray[np.uint64]) -> None:
+    """All of SplitMix64 but its last step, in place; `shifted_N` is overwritten."""
+    for bits, factor in ((30, _FIRST), (27, _SECOND)):
+        np.right_shift(state_N, bits, out=shifted_N)
+        np.bitwise_xor(state_N, shifted_N, out=state_N)
+        np.multiply(state_N, _unsigned(factor), out=state_N)
+
+
+def _unsigned(number: int) -> np.uint64:
+    return np.uint64(number % 2**64)
 
 
 @lru_cache(maxsize=4)
@@ -165,7 +176,7 @@ def _ranks(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device).mul_(_STEP)
 
 
-def _shifted(state_N: Tensor, bits: int, out_N: Tensor) -> Tensor:
-    """Shift right as an unsigned integer would, into `out_N`."""
-    torch.bitwise_right_shift(state_N, bits, out=out_N)
-    return out_N.bitwise_and_((1 << (64 - bits)) - 1)
+def _shifted(state_V: Tensor, bits: int, out_V: Tensor) -> Tensor:
+    """Shift right as an unsigned integer would, into `out_V`."""
+    torch.bitwise_right_shift(state_V, bits, out=out_V)
+    return out_V.bitwise_and_((1 << (64 - bits)) - 1)

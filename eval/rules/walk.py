@@ -228,21 +228,36 @@ def _beta_in_place(p: Weights, q: Weights) -> Callable[[float], float]:
 
 
 def _rho_near(beta_at: Callable[[float], float], num_drafts: int) -> float:
-    """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q): by secants from rho = 1.
+    """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q).
 
-    The right side rises with rho, as beta falls, so that its value at 1 is below the root.
+    The right side rises with rho, as beta falls, so that its value at 1 is below the root. The
+    search starts at the root of a curve that agrees with beta at 1 and, like beta, falls from 1 at
+    rho = 0 as 1/rho in the end: two passes over the laws fewer than from rho = 1.
     """
+    first = beta_at(1.0)
+    low = _asked(first, num_drafts)
+    if not 1 < low < num_drafts:
+        return min(max(low, 1.0), float(num_drafts))
+    power = math.log(2) / -math.log(first)
 
-    def asked(rho: float) -> float:
-        beta = beta_at(rho)
-        return (1 - (1 - beta) ** num_drafts) / beta if beta > 0 else float(num_drafts)
+    def curve(rho: float) -> float:
+        log = power * math.log(rho)
+        return math.exp(-(log + math.log1p(math.exp(-log))) / power)  # (1 + rho^power)^(-1/power)
 
-    before, low, high = 1.0, asked(1.0), float(num_drafts)
-    if low <= 1:
-        return 1.0
-    now, excess_before = low, low - before
+    return _by_secants(beta_at, num_drafts, low, _by_secants(curve, num_drafts, low, low))
+
+
+def _asked(beta: float, num_drafts: int) -> float:
+    return (1 - (1 - beta) ** num_drafts) / beta if beta > 0 else float(num_drafts)
+
+
+def _by_secants(
+    beta_at: Callable[[float], float], num_drafts: int, least: float, now: float
+) -> float:
+    """The root from `now` on, `least` being what is asked at 1 and not above it."""
+    before, excess_before, low, high = 1.0, least - 1.0, least, float(num_drafts)
     for _ in range(_RHO_STEPS):
-        value = asked(now)
+        value = _asked(beta_at(now), num_drafts)
         excess = value - now
         # The side that rises is nearer to the root than rho is, from whichever side rho came.
         low, high = (max(low, value), high) if excess >= 0 else (low, min(high, value))

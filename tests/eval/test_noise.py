@@ -109,7 +109,7 @@ def test_no_time_is_below_its_blocks_bound():
     for coin in coins(20):
         times_V = race_times(weights_V, coin) / weights_V
         found = torch.stack([block.min() for block in times_V.split(BLOCK)])
-        least_G = _least_times(weights_V, coin)
+        least_G = torch.from_numpy(_least_times(weights_V.numpy(), coin))
         assert (least_G <= found * (1 + 2.0**-20)).all()
         assert (least_G > 0.5 * found).any()
 
