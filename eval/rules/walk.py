@@ -198,9 +198,10 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
         return 1
     float_beta = _beta_in_place(p, q)
     own_beta: Callable[[Any], Any] = partial(_beta, p, q) if is_exact else float_beta
+    near = _rho_near(float_beta, num_drafts, is_smooth=not is_exact)
     # A root that is a tick itself may come out a little above it: exact weights try from below.
     nearest = math.floor if is_exact else math.ceil
-    ticks, step = nearest(_rho_near(float_beta, num_drafts) * RHO_TICKS), 1
+    ticks, step = nearest(near * RHO_TICKS), 1
     while ticks < num_drafts * RHO_TICKS:
         rho = Fraction(ticks, RHO_TICKS) if is_exact else ticks / RHO_TICKS
         if _is_covered(own_beta(rho), rho, num_drafts):
@@ -227,7 +228,7 @@ def _beta_in_place(p: Weights, q: Weights) -> Callable[[float], float]:
     return beta
 
 
-def _rho_near(beta_at: Callable[[float], float], num_drafts: int) -> float:
+def _rho_near(beta_at: Callable[[float], float], num_drafts: int, *, is_smooth: bool) -> float:
     """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q).
 
     The right side rises with rho, as beta falls, so that its value at 1 is below the root. The
@@ -244,7 +245,8 @@ def _rho_near(beta_at: Callable[[float], float], num_drafts: int) -> float:
         log = power * math.log(rho)
         return math.exp(-(log + math.log1p(math.exp(-log))) / power)  # (1 + rho^power)^(-1/power)
 
-    return _by_secants(beta_at, num_drafts, low, _by_secants(curve, num_drafts, low, low))
+    start = _by_secants(curve, num_drafts, low, low, is_smooth=True)
+    return _by_secants(beta_at, num_drafts, low, start, is_smooth=is_smooth)
 
 
 def _asked(beta: float, num_drafts: int) -> float:
@@ -252,7 +254,7 @@ def _asked(beta: float, num_drafts: int) -> float:
 
 
 def _by_secants(
-    beta_at: Callable[[float], float], num_drafts: int, least: float, now: float
+    beta_at: Callable[[float], float], num_drafts: int, least: float, now: float, *, is_smooth: bool
 ) -> float:
     """The root from `now` on, `least` being what is asked at 1 and not above it."""
     before, excess_before, low, high = 1.0, least - 1.0, least, float(num_drafts)
@@ -264,8 +266,9 @@ def _by_secants(
         last, slope = abs(now - before), (excess - excess_before) / (now - before)
         before, excess_before = now, excess
         now = min(max(now - excess / slope if slope else value, low), high)
-        # A secant's error is about the product of the two before it.
-        if min(abs(now - before) * min(last, 1), high - low) < 0.05 / RHO_TICKS:
+        # Where beta has no corners, a secant's error is about the product of the two before it.
+        error = abs(now - before) * (min(last, 1) if is_smooth else 1)
+        if min(error, high - low) < 0.05 / RHO_TICKS:
             break
     return now
 
