@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from outrider.data.draws import block_sums, fall
 from outrider.data.penalties import Prefix, add_bias, ban, penalise_counts, penalise_repeats
 
 # Below this temperature sampling is greedy: dividing by it would overflow fp32 logits to no use.
@@ -221,17 +222,14 @@ def draw(probs_V: Tensor, coin: float) -> int:
 
 def draw_rows(probs_NV: Tensor, coins_N: Tensor | Sequence[float]) -> Tensor:
     """`draw` for each row: token ids, int64 [N]."""
-    cdf_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
-    coins_N = torch.as_tensor(coins_N, dtype=torch.float64, device=probs_NV.device)
-    total_N = cdf_NV[:, -1]
+    sums_NG = block_sums(probs_NV, torch.float64)
+    total_N = sums_NG.sum(-1)
     if not bool(((total_N > 0) & (total_N < math.inf)).all()):
         raise ValueError(
             f"probabilities sum to {total_N.tolist()}; every row needs a positive, finite sum"
         )
-    # A coin close to 1 times the total may round up to the total itself.
-    below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    points_N = torch.minimum(coins_N * total_N, below_N)
-    return torch.searchsorted(cdf_NV, points_N[:, None], right=True)[:, 0]
+    coins_N = torch.as_tensor(coins_N, dtype=torch.float64, device=probs_NV.device)
+    return fall(probs_NV, sums_NG, coins_N)
 
 
 def _in_top_k(probs_NV: Tensor, k: int) -> Tensor:

@@ -14,7 +14,7 @@ from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode_by
 from outrider.eval.drafters import Drafter
 from outrider.eval.lossy import LossyRule, distance
-from outrider.eval.metrics import Lossy
+from outrider.eval.metrics import Lossy, LossyRound
 from outrider.eval.rules import Laws, Randomness, Siblings, Verdict, Weights
 from outrider.eval.trees.tree import Tree
 
@@ -28,15 +28,6 @@ class Step(NamedTuple):
     """min(1, p / v) at the token."""
     closed_form: float | None
     """What the rule's formula says of `distance`."""
-
-
-@dataclass(frozen=True)
-class LossyRound(Lossy):
-    """One call of the target after the prefill; not a round of an exact rule."""
-
-    proposed: int
-    taken: int
-    written: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +104,10 @@ def decode_lossy(
 
     found = decode_by(verify, target, prompt_ids, drafter, decoding, row=row)
     return LossyText(
-        new_ids=found.ids,
-        lossy_rounds=[LossyRound(one.drafted, one.accepted, one.emitted) for one in found.rounds],
+        new_ids=found.new_ids,
+        lossy_rounds=found.lossy_rounds,
         # What an end token or the limit cut off was never emitted.
-        steps=steps[: len(found.ids)],
+        steps=steps[: len(found.new_ids)],
     )
 
 

@@ -20,7 +20,7 @@ from outrider.data.sampling import Sampling, process
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Drafter
 from outrider.eval.drafters.replay import Plain
-from outrider.eval.metrics import Round
+from outrider.eval.metrics import Lossy, LossyRound, Round
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.rules import Rule, Verify, fitting_rule
 from outrider.eval.trees.tree import Tree
@@ -80,6 +80,14 @@ class Decoded:
     """Rejections whose residual vanished in rounding."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodedBy(Lossy):
+    """What any rule at all wrote: no figure of exact rules may be counted from it."""
+
+    new_ids: list[int]
+    lossy_rounds: list[LossyRound]
+
+
 def decode(
     target: Target,
     prompt_ids: Sequence[int],
@@ -113,9 +121,14 @@ def decode_by(
     decoding: Decoding,
     *,
     row: int = 0,
-) -> Decoded:
-    """The same loop under any rule, `decoding.rule` aside; exact only if `verify` is."""
-    return _finish(_Run(target, prompt_ids, drafter, decoding, row, verify), None)
+) -> DecodedBy:
+    """The same loop under any rule, `decoding.rule` aside; exact only if `verify` is.
+
+    Nothing here knows whether it is, so what comes of it is marked as lossy.
+    """
+    found = _finish(_Run(target, prompt_ids, drafter, decoding, row, verify), None)
+    rounds = [LossyRound(one.drafted, one.accepted, one.emitted) for one in found.rounds]
+    return DecodedBy(new_ids=found.ids, lossy_rounds=rounds)
 
 
 def _finish(run: "_Run", on_tokens: OnTokens | None) -> Decoded:

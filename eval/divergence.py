@@ -2,7 +2,7 @@
 
 In half precision passes of unlike query length round differently, so speculative text may leave
 plain text at a near tie. A gap there below the noise that plain passes of unlike length show
-themselves is a tie-flip; a larger one is a defect. N positions, V vocabulary, M likeliest tokens.
+show for the same two tokens is a tie-flip; a larger one is a defect. N positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from outrider.data.target import Target
 from outrider.eval.noise import race_times
 
 _SPAN = 64
-_LIKELIEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +36,18 @@ class Divergence:
     top_gap: float
     """Between its first and second choice."""
     noise: float
-    """The most by which such gaps moved between two plain runs of unlike query length, and at least
-    one step of the precision."""
+    """The most by which the gap of these two tokens moved between two plain runs of unlike query
+    length, anywhere near, and at least one step of the precision."""
+    moved: float
+    """By how much it moved between them at the place itself."""
     kind: Literal["tie-flip", "defect"]
 
     def text(self) -> str:
         """The finding in one line."""
         return (
             f"first difference at token {self.place}: {self.other} for {self.plain}, gap "
-            f"{self.gap:.4g} (top two {self.top_gap:.4g}), noise {self.noise:.4g}: {self.kind}"
+            f"{self.gap:.4g} (top two {self.top_gap:.4g}), noise {self.noise:.4g} (here "
+            f"{self.moved:.4g}): {self.kind}"
         )
 
 
@@ -87,7 +89,6 @@ def find_divergence(
     # The plain text after the place tells of noise as well as that before it.
     around = [*context.prompt_ids, *plain_ids][: len(ids) + _SPAN]
     one_NV, many_NV = (logits_after(target, around, start, n) for n in (1, width))
-    noise = gap_noise(one_NV, many_NV, target.dtype)
     one_V, many_V = one_NV[len(ids) - 1 - start], many_NV[len(ids) - 1 - start]
     if place in (len(plain_ids), len(other_ids)):
         # One text ends where the other goes on: no rounding of logits does that.
@@ -98,7 +99,8 @@ def find_divergence(
             other=tokens[1],
             gap=float("inf"),
             top_gap=float("inf"),
-            noise=noise,
+            noise=0.0,
+            moved=0.0,
             kind="defect",
         )
     plain, other = plain_ids[place], other_ids[place]
@@ -107,6 +109,10 @@ def find_divergence(
     if not (score_V[other] > -float("inf")) and again_V[other] > -float("inf"):
         gap = 0.0  # a filter's edge lies between the two passes
     top = score_V.topk(2).values
+    moves_N = gap_moves(one_NV, many_NV, (plain, other))
+    step = torch.finfo(target.dtype).eps * float(one_V[[plain, other]].abs().max())
+    # Runs that happen to agree prove no less than a step.
+    noise = max(float(moves_N.max()), step)
     return Divergence(
         place=place,
         plain=plain,
@@ -114,6 +120,7 @@ def find_divergence(
         gap=gap,
         top_gap=float(top[0] - top[1]),
         noise=noise,
+        moved=float(moves_N[len(ids) - 1 - start]),
         kind="tie-flip" if abs(gap) <= noise else "defect",
     )
 
@@ -139,15 +146,14 @@ def logits_after(target: Target, ids: Sequence[int], start: int, width: int) -> 
     return torch.cat(found)
 
 
-def gap_noise(one_NV: Tensor, other_NV: Tensor, dtype: torch.dtype) -> float:
-    """The most by which the gap of two likely tokens differs between two runs.
+def gap_moves(one_NV: Tensor, other_NV: Tensor, pair: tuple[int, int]) -> Tensor:
+    """By how much the gap of two tokens' logits differs between two runs, at each position: [N].
 
-    At least one step of `dtype` at the largest logit: runs that happen to agree prove no less.
+    The largest move of any likely pair, over so many positions, would pass for noise gaps that no
+    move of this pair explains.
     """
-    top = one_NV.topk(min(_LIKELIEST, one_NV.shape[-1]), dim=-1)
-    moved_NM = (other_NV - one_NV).gather(-1, top.indices)
-    measured = float((moved_NM.amax(-1) - moved_NM.amin(-1)).max())
-    return max(measured, torch.finfo(dtype).eps * float(top.values.abs().max()))
+    moved_N2 = (other_NV - one_NV)[:, list(pair)]
+    return (moved_N2[:, 0] - moved_N2[:, 1]).abs()
 
 
 def _scores(logits_V: Tensor, context: Context, ids: Sequence[int]) -> Tensor:

@@ -37,6 +37,16 @@ class Lossy:
     """
 
 
+@dataclass(frozen=True)
+class LossyRound(Lossy):
+    """One call of the target after the prefill, judged by a rule that no certificate covers."""
+
+    proposed: int
+    """As `drafted`, `accepted` and `emitted` of an exact rule's round."""
+    taken: int
+    written: int
+
+
 def refuse_lossy(results: Iterable[object]) -> None:
     """ValueError when a result, or a row read from a file, is an inexact rule's."""
     for one in results:

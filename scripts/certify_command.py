@@ -20,7 +20,7 @@ import tyro
 from outrider.eval.batched import BATCHED
 from outrider.eval.batched.tie import Tie, tie
 from outrider.eval.certificate import contest, grid
-from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
+from outrider.eval.certificate.keyed import Keyed, KeyedByPosition, judge_keys
 from outrider.eval.certificate.mutants import MUTANTS, Killed, judge_all
 from outrider.eval.rules import RULES, Rule
 from outrider.eval.rules.verdict import Siblings
@@ -76,17 +76,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = show_results(grid.certify_all(cells, rules, processes=settings.processes))
     names = [name for name, one in MUTANTS.items() if not settings.rule or one.rule in rules]
     is_whole = not settings.rule and not settings.tree
-    is_theorem_kept = show_contests(settings) if is_whole else True
-    are_keys_sound = show_keys() if is_whole else True
+    contests = show_contests(settings) if is_whole else []
+    keys = show_keys() if is_whole else []
     killed = [] if settings.tree else show_mutants(judge_all(names, processes=settings.processes))
     tied = [] if settings.tree else show_ties([name for name in rules if name in BATCHED])
     is_sound = not any(one.distance for one in results) and not any(one.is_alive for one in killed)
     is_sound = is_sound and not any(one.differences for one in tied)
-    is_sound = is_sound and is_theorem_kept and are_keys_sound
+    is_sound = is_sound and are_keys_sound(keys)
+    is_sound = is_sound and not any(one.num_lost for one in contests if one.is_theorem)
     seconds = time.perf_counter() - start
     print(f"{'all exact' if is_sound else 'NOT EXACT'}, {seconds:.0f} s")
+    if any(one.distance and ":" in one.cell.rule for one in results):
+        print(
+            f"your rule was judged on {settings.drafts} drafts; for one that is made for others "
+            f"give --drafts {grid.other_drafts(Siblings(settings.drafts))}"
+        )
     if settings.json is not None:
-        settings.json.write_text(json.dumps(as_record(results, killed, tied), indent=1) + "\n")
+        record = {
+            "verdict": "all exact" if is_sound else "NOT EXACT",
+            "is_sound": is_sound,
+            "seconds": seconds,
+            **as_record(results, killed, tied),
+            "contests": [vars(one) for one in contests],
+            "keys": [key_record(sound, fault) for sound, fault in keys],
+        }
+        settings.json.write_text(json.dumps(record, indent=1) + "\n")
     if not is_sound:
         sys.exit(1)
 
@@ -144,8 +158,8 @@ def show_results(results: Any) -> list[grid.Result]:  # noqa: ANN401 (an iterato
     return found
 
 
-def show_contests(settings: Settings) -> bool:
-    """Print tokens per call of the path rules beside the walks; whether block never lost."""
+def show_contests(settings: Settings) -> list[contest.Contest]:
+    """Print tokens per call of the path rules beside the walks."""
     chains, trees = (50, 10) if settings.quick else (1000, 100)
     print(f"{'tokens a call on random languages':<36}{'old':>7}{'new':>7}  lost")
     contests = [contest.block_against_rejection(chains)]
@@ -158,21 +172,42 @@ def show_contests(settings: Settings) -> bool:
             lost += f", most by {one.largest_loss:.4f} ({one.where})"
         print(f"{one.name:<36}{one.mean_old:7.4f}{one.mean_new:7.4f}  {lost}", flush=True)
     print()
-    return contests[0].num_lost == 0
+    return contests
 
 
-def show_keys() -> bool:
-    """Print whether whole texts keep the law under the decoder's keys, and that a fault is seen."""
+def show_keys() -> list[tuple[Keyed, Keyed]]:
+    """Print whether whole texts keep the law under the decoder's keys, and that a fault is seen.
+
+    Returns each setting with the decoder's keys, and with the planted fault's.
+    """
     print(
         f"{'noise keys over rounds':<23}{'plan':<13}{'tokens':>6}  distance, and by position alone"
     )
-    sound, seen = True, False
+    found: list[tuple[Keyed, Keyed]] = []
     for one, fault in zip(judge_keys(), judge_keys(KeyedByPosition), strict=True):
-        sound, seen = sound and not one.distance, seen or fault.distance > 0
+        found.append((one, fault))
         line = f"{one.rule:<23}{one.plan:<13}{one.num_tokens:>6}  {_distance(one.distance):<9} "
         print(line + _distance(fault.distance), flush=True)
     print()
-    return sound and seen
+    return found
+
+
+def are_keys_sound(found: Sequence[tuple[Keyed, Keyed]]) -> bool:
+    """Whether every text keeps the law, and some fault was seen where faults were planted."""
+    is_seen = not found or any(fault.distance for _, fault in found)
+    return is_seen and not any(one.distance for one, _ in found)
+
+
+def key_record(one: Keyed, fault: Keyed) -> dict[str, Any]:
+    """For JSON: one setting under the decoder's keys, and under those of position alone."""
+    return {
+        "rule": one.rule,
+        "plan": one.plan,
+        "tokens": one.num_tokens,
+        "distance": float(one.distance),
+        "exact_distance": str(one.distance),
+        "distance_by_position_alone": float(fault.distance),
+    }
 
 
 def show_ties(names: Sequence[str]) -> list[Tie]:

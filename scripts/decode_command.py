@@ -21,7 +21,7 @@ from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
 from outrider.eval.metrics import count
 from outrider.eval.rules import rule_named
-from outrider.eval.trees.plans import DrawnPlan, LookupPlan, is_drawn, plan_named
+from outrider.eval.trees.plans import ChainPlan, LookupPlan, is_drawn, plan_named
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -155,7 +155,7 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     dtype = getattr(torch, settings.dtype)
     head = judged_head(settings.head, target, dtype=dtype)
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
-    if decoding.rule is not None and not isinstance(plan, DrawnPlan):
+    if decoding.rule is not None and isinstance(plan, ChainPlan):
         draws = rule_named(decoding.rule).draws_drafts
     return drafter_by(plan, head, temperature=decoding.sampling.temperature if draws else 0.0)
 

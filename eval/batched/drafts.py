@@ -34,8 +34,8 @@ class Drafts:
     without replacement, or beside chosen ones, has that law without its elder siblings'
     tokens, normalised. None where all are chosen."""
     rows_BN: Tensor | None = None
-    """int64: the row of `q_BRV` for each node's children, any where it has none. None: that of the
-    node's own number."""
+    """int64: the row of `q_BRV` for each node's children, any of its rows where there are none.
+    None: that of the node's own number."""
     is_drawn_BN: Tensor | None = None
     """bool: which nodes were drawn; only for hybrid siblings, where others were chosen."""
 
@@ -70,6 +70,13 @@ class Drafts:
         vocab = self.p_BNV.shape[-1]
         if bool((is_node_BN & ((self.tokens_BN < 0) | (self.tokens_BN >= vocab))).any()):
             raise ValueError(f"tokens_BN has a token outside 0 to {vocab - 1}; give target ids")
+        if self.rows_BN is not None and self.q_BRV is not None:
+            last = self.q_BRV.shape[1] - 1
+            if bool(((self.rows_BN < 0) | (self.rows_BN > last)).any()):
+                raise ValueError(
+                    f"rows_BN has a row outside 0 to {last}, those of q_BRV; give one of these for "
+                    "every node, any for a node without children"
+                )
         is_node_BN[:, 0] = True
         for name, law, asked in (("p_BNV", self.p_BNV, is_node_BN), ("q_BRV", self.q_BRV, None)):
             if law is None:
@@ -150,6 +157,14 @@ class Noise:
                     f"{name} is {getattr(self, name).dtype}; give float64, as a token rarer than "
                     "a coarse coin's step would never be drawn"
                 )
+
+    def check(self) -> None:
+        """Raise ValueError for what is no uniform; waits for the device."""
+        for name in ("coins_BN", "targets_BE", "rests_BE"):
+            one = getattr(self, name)
+            # Not a number is outside, too.
+            if not bool(((one >= 0) & (one < 1)).all()):
+                raise ValueError(f"{name} has a value outside [0, 1); give uniforms, 1 left out")
 
 
 def noise_for(shapes: Shapes, generator: torch.Generator | None = None) -> Noise:

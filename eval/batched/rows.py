@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 512
-"""Tokens summed at once in a draw: one pass over the row, then a look into one block."""
+from outrider.data.draws import BLOCK, block_sums, fall
+
 _MOST = 2.0**100
 
 
@@ -43,45 +43,14 @@ def mass(weights_XV: Tensor) -> Tensor:
     return weights_XV.sum(-1).double()
 
 
-def block_sums(weights_XV: Tensor) -> Tensor:
-    """Sums of `BLOCK` tokens each, the last of what is left: [X, G]."""
-    vocab = weights_XV.shape[-1]
-    num_whole = vocab // BLOCK
-    whole = weights_XV[..., : num_whole * BLOCK].unflatten(-1, (num_whole, BLOCK)).sum(-1)
-    if vocab % BLOCK == 0:
-        return whole
-    return torch.cat([whole, weights_XV[..., num_whole * BLOCK :].sum(-1, keepdim=True)], -1)
-
-
-def block_at(weights_XV: Tensor, block_X: Tensor) -> Tensor:
-    """The tokens' weights in one block of each row, zero beyond the vocabulary: [X, W]."""
-    vocab = weights_XV.shape[-1]
-    ids_XW = block_X[..., None] * BLOCK + torch.arange(BLOCK, device=block_X.device)
-    found_XW = weights_XV.gather(-1, ids_XW.clamp(max=vocab - 1))
-    return found_XW * (ids_XW < vocab)
-
-
 def draw(weights_XV: Tensor, coins_X: Tensor) -> Tensor:
     """The token on whose share of [0, total) the coin falls: int64 [X].
 
     Weights need not sum to one. Never a token of weight zero; -1 where there is nothing to draw.
     """
-    cdf_XG = block_sums(weights_XV).double().cumsum(-1)
-    total_X = cdf_XG[..., -1]
-    # A coin close to 1 times the total may round up to the total itself.
-    below_X = torch.nextafter(total_X, torch.zeros_like(total_X))
-    points_X = torch.minimum(coins_X * total_X, below_X)
-    block_X = torch.searchsorted(cdf_XG, points_X[..., None], right=True)
-    block_X = block_X.clamp(max=cdf_XG.shape[-1] - 1)
-    before_X = torch.where(block_X > 0, cdf_XG.gather(-1, (block_X - 1).clamp(min=0)), 0.0)
-    inside_XW = block_at(weights_XV, block_X[..., 0])
-    cdf_XW = inside_XW.double().cumsum(-1)
-    place_X = torch.searchsorted(cdf_XW, points_X[..., None] - before_X, right=True)
-    # A block's sum and the sum of its parts may differ in rounding: no further than the last token.
-    ids_W = torch.arange(BLOCK, device=place_X.device)
-    last_X = torch.where(inside_XW > 0, ids_W, 0).amax(-1)
-    token_X = block_X[..., 0] * BLOCK + torch.minimum(place_X[..., 0], last_X)
-    return torch.where((total_X > 0) & (total_X < math.inf), token_X, -1)
+    sums_XG = block_sums(weights_XV)
+    total_X = sums_XG.double().sum(-1)
+    return torch.where((total_X > 0) & (total_X < math.inf), fall(weights_XV, sums_XG, coins_X), -1)
 
 
 def first_max(weights_XV: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.data.draws import BLOCK, block_sums
 from outrider.eval.batched import rows
 from outrider.eval.batched.drafts import Drafts, Noise, Verdicts
 
@@ -159,8 +160,8 @@ def mass_outside(drafts: Drafts, laws_BRV: Tensor, row_BN: Tensor) -> Tensor:
 
     Only the blocks with a child in them are added up again, without it: nothing cancels.
     """
-    block, vocab, round_B1 = rows.BLOCK, laws_BRV.shape[-1], drafts.rounds_B[:, None]
-    sums_BNG = rows.block_sums(laws_BRV)[round_B1, row_BN]
+    block, vocab, round_B1 = BLOCK, laws_BRV.shape[-1], drafts.rounds_B[:, None]
+    sums_BNG = block_sums(laws_BRV)[round_B1, row_BN]
     num_blocks, parents_BN = sums_BNG.shape[-1], drafts.shapes.parents_BN
     up_BN = parents_BN.clamp(min=0)
     tokens_BN = torch.where(parents_BN >= 0, drafts.tokens_BN, 0)

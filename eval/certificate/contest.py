@@ -4,7 +4,7 @@ Block verification never falls below rejection on a chain, a theorem; traversal 
 recursive rejection on trees, which is no theorem.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -30,6 +30,8 @@ class Contest:
     largest_loss: float
     where: str
     """The language of the largest loss, as the seed it was drawn with; empty if none was lost."""
+    is_theorem: bool = False
+    """Whether the newer rule must never get fewer."""
 
 
 def expected_tokens(
@@ -54,9 +56,9 @@ def random_language(seed: int, vocab: int = 3) -> Language:
 
 def block_against_rejection(num_pairs: int) -> Contest:
     """R9 beside R1 on drawn chains of two."""
-    return compare(
-        "block : rejection, chain 2", (rejection, block), Siblings.SINGLE, (1, 1), num_pairs
-    )
+    name = "block : rejection, chain 2"
+    found = compare(name, (rejection, block), Siblings.SINGLE, (1, 1), num_pairs)
+    return replace(found, is_theorem=True)
 
 
 def traversal_against_recursive(widths: tuple[int, ...], num_pairs: int) -> Contest:

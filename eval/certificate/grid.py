@@ -136,10 +136,16 @@ def certify_cell(cell: Cell, rule: Rule | None = None) -> Result:
         raise ValueError(
             f"rule {cell.rule!r} failed on {cell.siblings} drafts, tree {cell.tree}, law "
             f"{num_laws + 1}: {type(error).__name__}: {error}; a rule is called as "
-            "verify(tree, laws, random), judges the drafts of --drafts, and returns a Verdict"
+            f"verify(tree, laws, random) and returns a Verdict; if it is made for other drafts "
+            f"than {cell.siblings}, give --drafts {other_drafts(cell.siblings)}"
         ) from error
     seconds = time.perf_counter() - start
     return Result(cell=cell, distance=worst, where=where, num_laws=num_laws, seconds=seconds)
+
+
+def other_drafts(siblings: Siblings) -> str:
+    """The other kinds of drafts that a rule of a user's own may be made for, in words."""
+    return " or ".join(sorted(set(Siblings) - {Siblings.NONE, siblings}))
 
 
 def distances(cell: Cell, rule: Rule) -> Iterator[tuple[str, Fraction]]:

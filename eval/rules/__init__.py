@@ -92,6 +92,17 @@ _DEFAULTS = {
 }
 
 
+_PLANS = {
+    Siblings.NONE: "no drafts",
+    Siblings.CHOSEN: "tree:, static: and lookup: take likely tokens",
+    Siblings.SINGLE: "chain: draws a token a step",
+    Siblings.IID: "no draft plan makes them",
+    Siblings.WITHOUT: "drawn: draws a tree",
+    Siblings.HYBRID: "no draft plan makes them",
+}
+"""Which draft plans make drafts of a kind above temperature 0."""
+
+
 def rule_named(name: str) -> Rule:
     """Look a rule up. Raises ValueError for an unknown name."""
     if name not in RULES:
@@ -112,10 +123,11 @@ def fitting_rule(name: str | None, siblings: Siblings, temperature: float) -> Ru
             "or point_mass for any drafts, rejection or block for drawn chains"
         )
     if siblings not in rule.drafts:
-        wanted = sorted(rule.drafts - {Siblings.NONE})
+        wanted = [f"{one} ({_PLANS[one]})" for one in sorted(rule.drafts - {Siblings.NONE})]
         fits = [key for key, one in RULES.items() if siblings in one.drafts and not one.is_greedy]
         raise ValueError(
-            f"rule {name!r} judges drafts of kind {' or '.join(wanted)}, these are {siblings}; "
-            f"draft that way (at the text's temperature), or use {' or '.join(fits)}"
+            f"rule {name!r} judges drafts of kind {' or '.join(wanted)}, these are {siblings} "
+            f"({_PLANS[siblings]}); draft that way (at the text's temperature), or judge these by "
+            f"{' or '.join(fits)}"
         )
     return rule

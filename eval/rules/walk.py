@@ -4,8 +4,13 @@ Each emits p at every node, so the text is distributed as the target alone would
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from outrider.eval.rules.verdict import (
     Laws,
@@ -189,47 +194,84 @@ def k_sequential_rho(p: Weights, q: Weights, num_drafts: int) -> Any:  # noqa: A
     the condition holds in the weights' own arithmetic.
     """
     is_exact = str(getattr(p, "dtype", "")) == "object"
-    if num_drafts == 1 or (is_exact and _is_covered(p, q, 1, num_drafts)):
+    if num_drafts == 1 or (is_exact and _is_covered(_beta(p, q, 1), 1, num_drafts)):
         return 1
-    floats = (p.astype(float), q.astype(float)) if is_exact else (p, q)
+    float_beta = _beta_in_place(p, q)
+    own_beta: Callable[[Any], Any] = partial(_beta, p, q) if is_exact else float_beta
+    near = _rho_near(float_beta, num_drafts, is_smooth=not is_exact)
     # A root that is a tick itself may come out a little above it: exact weights try from below.
     nearest = math.floor if is_exact else math.ceil
-    ticks, step = nearest(_rho_near(*floats, num_drafts) * RHO_TICKS), 1
+    ticks, step = nearest(near * RHO_TICKS), 1
     while ticks < num_drafts * RHO_TICKS:
         rho = Fraction(ticks, RHO_TICKS) if is_exact else ticks / RHO_TICKS
-        if _is_covered(p, q, rho, num_drafts):
+        if _is_covered(own_beta(rho), rho, num_drafts):
             return rho
         ticks, step = ticks + step, 2 * step
     return num_drafts
 
 
-def _rho_near(p: Weights, q: Weights, num_drafts: int) -> float:
-    """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q): by secants from rho = 1.
+def _beta(p: Weights, q: Weights, rho: Any) -> Any:  # noqa: ANN401 (any number)
+    return lesser(p / rho, q).sum()
 
-    The right side rises with rho, as beta falls, so that its value at 1 is below the root.
+
+def _beta_in_place(p: Weights, q: Weights) -> Callable[[float], float]:
+    """`_beta` in floats, without fresh memory for every rho: that costs more than the sum."""
+    p_V, q_V = (
+        law if isinstance(law, Tensor) else torch.from_numpy(law.astype(float)) for law in (p, q)
+    )
+    work_V = torch.empty_like(p_V)
+
+    def beta(rho: float) -> float:
+        torch.mul(p_V, 1 / rho, out=work_V)
+        return float(torch.minimum(work_V, q_V, out=work_V).sum())
+
+    return beta
+
+
+def _rho_near(beta_at: Callable[[float], float], num_drafts: int, *, is_smooth: bool) -> float:
+    """Where rho = (1 - (1 - beta)^K)/beta, beta = sum min(p/rho, q).
+
+    The right side rises with rho, as beta falls, so that its value at 1 is below the root. The
+    search starts at the root of a curve that agrees with beta at 1 and, like beta, falls from 1 at
+    rho = 0 as 1/rho in the end: two passes over the laws fewer than from rho = 1.
     """
+    first = beta_at(1.0)
+    low = _asked(first, num_drafts)
+    if not 1 < low < num_drafts:
+        return min(max(low, 1.0), float(num_drafts))
+    power = math.log(2) / -math.log(first)
 
-    def asked(rho: float) -> float:
-        beta = float(lesser(p * (1 / rho), q).sum())
-        return (1 - (1 - beta) ** num_drafts) / beta if beta > 0 else float(num_drafts)
+    def curve(rho: float) -> float:
+        log = power * math.log(rho)
+        return math.exp(-(log + math.log1p(math.exp(-log))) / power)  # (1 + rho^power)^(-1/power)
 
-    before, low, high = 1.0, asked(1.0), float(num_drafts)
-    if low <= 1:
-        return 1.0
-    now, excess_before = low, low - before
+    start = _by_secants(curve, num_drafts, low, low, is_smooth=True)
+    return _by_secants(beta_at, num_drafts, low, start, is_smooth=is_smooth)
+
+
+def _asked(beta: float, num_drafts: int) -> float:
+    return (1 - (1 - beta) ** num_drafts) / beta if beta > 0 else float(num_drafts)
+
+
+def _by_secants(
+    beta_at: Callable[[float], float], num_drafts: int, least: float, now: float, *, is_smooth: bool
+) -> float:
+    """The root from `now` on, `least` being what is asked at 1 and not above it."""
+    before, excess_before, low, high = 1.0, least - 1.0, least, float(num_drafts)
     for _ in range(_RHO_STEPS):
-        value = asked(now)
+        value = _asked(beta_at(now), num_drafts)
         excess = value - now
         # The side that rises is nearer to the root than rho is, from whichever side rho came.
         low, high = (max(low, value), high) if excess >= 0 else (low, min(high, value))
-        slope = (excess - excess_before) / (now - before)
+        last, slope = abs(now - before), (excess - excess_before) / (now - before)
         before, excess_before = now, excess
         now = min(max(now - excess / slope if slope else value, low), high)
-        if abs(now - before) < 0.05 / RHO_TICKS or high - low < 0.05 / RHO_TICKS:
+        # Where beta has no corners, a secant's error is about the product of the two before it.
+        error = abs(now - before) * (min(last, 1) if is_smooth else 1)
+        if min(error, high - low) < 0.05 / RHO_TICKS:
             break
     return now
 
 
-def _is_covered(p: Weights, q: Weights, rho: Any, num_drafts: int) -> bool:  # noqa: ANN401
-    beta = lesser(p / rho, q).sum()
+def _is_covered(beta: Any, rho: Any, num_drafts: int) -> bool:  # noqa: ANN401 (any number)
     return bool(1 - (1 - beta) ** num_drafts <= rho * beta)

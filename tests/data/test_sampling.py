@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from outrider.data.draws import BLOCK
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, Stream, draw, draw_rows, process, row_key, uniform
 
@@ -190,6 +191,24 @@ def test_no_coin_reaches_a_token_of_probability_zero():
     coins = [0.0, 1 - 2**-53, *(uniform(0, 0, i, Stream.TARGET) for i in range(200))]
     tokens = draw_rows(probs_V.expand(len(coins), -1), coins)
     assert (probs_V[tokens] > 0).all()
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 3 * BLOCK, 10_000])
+def test_a_draw_by_blocks_falls_where_a_running_sum_does(size):
+    """On units of 2^-16, so that sums are exact and coins can fall on the very edges."""
+    generator = torch.Generator().manual_seed(size)
+    weights_V = torch.randn(size, generator=generator).mul(2).softmax(-1)
+    drawn_N = torch.multinomial(weights_V, 1 << 16, replacement=True, generator=generator)
+    counts_V = torch.bincount(drawn_N, minlength=size)
+    cdf_V = counts_V.cumsum(0)
+    points_N = torch.cat([cdf_V[:-1], cdf_V - 1, torch.tensor([0])]).clamp(0, (1 << 16) - 1)
+    expected_N = torch.searchsorted(cdf_V, points_N, right=True)
+    for dtype in (torch.float32, torch.float64):
+        probs_V = (counts_V.double() / (1 << 16)).to(dtype)
+        for first in range(0, len(points_N), 1000):
+            some_N = points_N[first : first + 1000]
+            found_N = draw_rows(probs_V.expand(len(some_N), -1), some_N.double() / (1 << 16))
+            assert torch.equal(found_N, expected_N[first : first + 1000])
 
 
 def test_draws_follow_the_probabilities():

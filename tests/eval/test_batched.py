@@ -310,6 +310,21 @@ def test_values_are_checked_on_request():
         good(p_BNV=torch.zeros(1, 3, 2)).check()
     with pytest.raises(ValueError, match="q_BRV has rows that sum to 2 to 2"):
         good(q_BRV=torch.ones(1, 3, 2)).check()
+    good(rows_BN=torch.tensor([[0, 2, 1]])).check()
+    for row in (-1, 3):
+        with pytest.raises(ValueError, match="rows_BN has a row outside 0 to 2, those of q_BRV"):
+            good(rows_BN=torch.tensor([[0, 0, row]])).check()
+
+
+@pytest.mark.parametrize("name", ["coins_BN", "targets_BE", "rests_BE"])
+@pytest.mark.parametrize("bad", [1.0, -1e-9, float("nan"), float("inf")])
+def test_noise_is_checked_on_request(name, bad):
+    noise = noise_for(good().shapes)
+    noise.check()
+    table = getattr(noise, name).clone()
+    table[0, -1] = bad
+    with pytest.raises(ValueError, match=rf"{name} has a value outside \[0, 1\)"):
+        replace(noise, **{name: table}).check()
 
 
 def test_a_rule_refuses_what_it_is_not_exact_for():

@@ -1,10 +1,14 @@
 """`outrider certify`: tables, JSON, a user's own rule, and the exit status."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from outrider.eval.certificate import grid
+from outrider.eval.certificate import contest, grid, keyed
+from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
+from outrider.eval.rules.verdict import Siblings
+from outrider.scripts import certify_command
 from outrider.scripts.certify_command import main
 from outrider.scripts.cli import main as outrider
 
@@ -40,6 +44,46 @@ def test_a_users_own_rule_that_is_wrong_ends_with_status_1(capsys, tmp_path, mon
     shown = capsys.readouterr().out
     assert "0 of 1 exact" in shown
     assert "NOT EXACT" in shown
+    assert "your rule was judged on iid drafts; for one that is made for others give" in shown
+
+
+def test_the_record_of_a_whole_run_tells_of_keys_contests_and_the_verdict(
+    capsys, tmp_path, monkeypatch
+):
+    cells = [grid.Cell("match", Siblings.CHOSEN, "[2,1]")]
+    monkeypatch.setattr(certify_command, "chosen_cells", lambda settings, rules: cells)
+    monkeypatch.setattr(keyed, "SETTINGS", [("block", "chain:2", 2, 4)])
+    monkeypatch.setattr(certify_command, "MUTANTS", {})
+    monkeypatch.setattr(certify_command, "BATCHED", {})
+    out = tmp_path / "out.json"
+    main(["--quick", "--json", str(out), *ONE])
+    record = json.loads(out.read_text())
+    assert (record["verdict"], record["is_sound"]) == ("all exact", True)
+    assert record["seconds"] > 0
+    assert {one["exact_distance"] for one in record["keys"]} == {"0"}
+    assert max(one["distance_by_position_alone"] for one in record["keys"]) > 0.01
+    block, *others = record["contests"]
+    assert (block["is_theorem"], block["num_lost"], block["num_pairs"]) == (True, 0, 50)
+    assert block["mean_new"] > block["mean_old"] > 1
+    assert len(others) == 3
+    # Under keys that rounds share nothing is sound, and the record says so.
+    monkeypatch.setattr(certify_command, "judge_keys", lambda *_: judge_keys(KeyedByPosition))
+    with pytest.raises(SystemExit, match="1"):
+        main(["--quick", "--json", str(out), *ONE])
+    assert json.loads(out.read_text())["verdict"] == "NOT EXACT"
+    capsys.readouterr()
+
+
+def test_a_lost_theorem_ends_with_status_1(capsys, monkeypatch):
+    lost = replace(contest.block_against_rejection(1), num_lost=1)
+    monkeypatch.setattr(certify_command.contest, "block_against_rejection", lambda _: lost)
+    monkeypatch.setattr(certify_command, "show_keys", list)
+    monkeypatch.setattr(certify_command, "chosen_cells", lambda *_: [])
+    monkeypatch.setattr(certify_command, "MUTANTS", {})
+    monkeypatch.setattr(certify_command, "BATCHED", {})
+    with pytest.raises(SystemExit, match="1"):
+        main(["--quick", *ONE])
+    assert "NOT EXACT" in capsys.readouterr().out
 
 
 def test_a_fault_that_passes_ends_with_status_1(monkeypatch, capsys):
@@ -112,3 +156,4 @@ def test_a_rule_that_fails_is_named_with_its_tree(tmp_path, monkeypatch, capsys,
     message = capsys.readouterr().err
     assert f"rule '{name}:mine' failed on iid drafts, tree [2,1], law 1" in message
     assert said in message
+    assert "than iid, give --drafts chosen or hybrid or single or without" in message

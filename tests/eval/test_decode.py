@@ -387,7 +387,11 @@ def test_prompts_that_leave_no_room_are_refused(target, prompt, message):
             "rule is 'greedy' at temperature 1.0; use greedy at 0, and above it match",
         ),
         (0.0, "match", "rule is 'match' at temperature 0.0; use greedy at 0"),
-        (1.0, "rejection", "judges drafts of kind single, these are chosen; draft that way"),
+        (
+            1.0,
+            "rejection",
+            r"judges drafts of kind single \(chain: draws a token a step\), these are chosen",
+        ),
         (1.0, "typical", "no verification rule called 'typical'; choose one of greedy, rejection"),
     ],
 )

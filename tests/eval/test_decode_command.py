@@ -144,6 +144,10 @@ def test_accepted_drafts_are_green_on_a_terminal(files, capsys):
             ["--prompt", "w5", "--temperature", "1", "--rule", "greedy"],
             "use greedy at 0, and above",
         ),
+        (
+            ["--prompt", "w5", "--temperature", "1", "--draft", "tree:3,3,8", "--rule", "block"],
+            "these are chosen (tree:, static: and lookup: take likely tokens); draft that way",
+        ),
         (["--prompt", "w5", "--rule", "typical"], "no verification rule called 'typical'"),
     ],
 )

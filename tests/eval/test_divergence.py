@@ -7,8 +7,9 @@ import torch
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval import divergence
 from outrider.eval.decode import Decoding, decode
-from outrider.eval.divergence import Context, find_divergence, gap_noise, logits_after
+from outrider.eval.divergence import Context, find_divergence, gap_moves, logits_after
 
 PROMPT = [5, 9, 14, 22]
 
@@ -107,8 +108,34 @@ def test_a_text_that_ends_early_is_a_defect(target):
         assert None in (found.plain, found.other)
 
 
-def test_noise_is_the_largest_move_of_a_gap():
+def test_noise_is_that_of_the_two_tokens_alone():
     one = torch.tensor([[5.0, 4.0, 0.0], [2.0, 1.0, 0.0]])
-    other = one + torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.3, 0.3]])
-    assert gap_noise(one, other, torch.float32) == pytest.approx(0.3)
-    assert gap_noise(one, one, torch.bfloat16) == 5 / 128
+    other = one + torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.3, 0.5]])
+    for pair, moves in (((0, 1), [0.3, 0.0]), ((1, 0), [0.3, 0.0]), ((1, 2), [0.2, 0.2])):
+        torch.testing.assert_close(gap_moves(one, other, pair), torch.tensor(moves))
+
+
+@pytest.mark.parametrize(("gap", "kind"), [(0.1, "tie-flip"), (0.9, "defect")])
+def test_noise_between_other_tokens_excuses_no_gap(target, monkeypatch, gap, kind):
+    """Two tokens whose gap hardly moves, beside a third that moves by four."""
+    ids = plain(target, Sampling())
+    place, other = 9, (ids[9] + 1) % 61
+    third = (ids[9] + 2) % 61
+
+    def runs(target, ids, start, width):
+        logits_NV = torch.zeros(len(ids) - start, 61)
+        logits_NV[:, ids_at] = 10.0
+        logits_NV[:, other] = 10.0 - gap
+        if width > 1:
+            logits_NV[:, other] -= 0.15
+            logits_NV[:, third] += 4.0
+        return logits_NV
+
+    ids_at = ids[place]
+    monkeypatch.setattr(divergence, "logits_after", runs)
+    context = Context(prompt_ids=PROMPT, sampling=Sampling())
+    found = find_divergence(target, context, ids, [*ids[:place], other, *ids[place + 1 :]])
+    assert found.kind == kind
+    assert found.gap == pytest.approx(gap, abs=1e-4)
+    assert found.moved == pytest.approx(0.15, abs=1e-4)
+    assert found.noise == pytest.approx(0.15, abs=1e-4)

@@ -12,11 +12,11 @@ import pytest
 
 from outrider.data.sampling import Sampling
 from outrider.eval import lossy
-from outrider.eval.bias import LossyRound, Step, _agreed, bias, decode_lossy
+from outrider.eval.bias import Step, _agreed, bias, decode_lossy
 from outrider.eval.certificate.law import outcomes
-from outrider.eval.decode import Decoding
+from outrider.eval.decode import Decoding, decode, decode_by
 from outrider.eval.drafters.head import HeadDrafter
-from outrider.eval.metrics import Round, count
+from outrider.eval.metrics import LossyRound, Round, count
 from outrider.eval.offline.evaluate import table
 from outrider.eval.rules import RULES, point_mass
 from outrider.eval.trees.plans import plan_named
@@ -180,6 +180,20 @@ def test_biases_are_measured_in_decoding(tiny_target, tiny_head):
     assert mixed.row()["exact"] is False
 
 
+def test_what_any_rule_wrote_cannot_be_counted(tiny_target, tiny_head):
+    """Not even an exact rule's: the loop cannot know that it is one."""
+    drafter = HeadDrafter(tiny_head, plan_named("chain:3"))
+    decoding = Decoding(max_new_tokens=12, ignore_eos=True)
+    free = decode_by(RULES["greedy"].verify, tiny_target, [5, 9, 14], drafter, decoding)
+    exact = decode(tiny_target, [5, 9, 14], drafter, decoding)
+    assert free.new_ids == exact.ids
+    rounds = [(one.proposed, one.taken, one.written) for one in free.lossy_rounds]
+    assert rounds == [one[:3] for one in exact.rounds]
+    assert not hasattr(free, "rounds")
+    with pytest.raises(ValueError, match="a lossy result cannot enter a table of exact figures"):
+        count([free.lossy_rounds])
+
+
 # The fence.
 
 
@@ -195,16 +209,19 @@ def test_lossy_results_are_refused_where_exact_ones_are_counted():
 
 
 SNIPPET = """
-from outrider.eval.bias import LossyRound, LossyText
-from outrider.eval.metrics import Round, count
+from outrider.eval.bias import LossyText
+from outrider.eval.decode import Decoded, DecodedBy
+from outrider.eval.metrics import LossyRound, Round, count
 from outrider.eval.offline.scores import Score, summary
 
-def right(round: Round, score: Score) -> None:
-    count([[round]])
+def right(round: Round, score: Score, text: Decoded) -> None:
+    count([[round], text.rounds])
     summary(score)
 
-def wrong(round: LossyRound, text: LossyText) -> None:
+def wrong(round: LossyRound, text: LossyText, free: DecodedBy) -> None:
     count([[round]])  # refused
+    count([free.lossy_rounds])  # refused
+    count([free.rounds])  # refused
     summary(text)  # refused
 """
 

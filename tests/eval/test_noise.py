@@ -7,9 +7,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from outrider.data.draws import BLOCK
 from outrider.data.sampling import Stream, draw, uniform
 from outrider.eval.certificate.keyed import KeyedByPosition, judge_keys
-from outrider.eval.noise import KeyedNoise, race
+from outrider.eval.noise import _AT_ONCE, KeyedNoise, _least_times, race, race_times
 
 
 def coins(count):
@@ -66,6 +67,58 @@ def test_a_certain_token_is_always_drawn(length):
     weights_V[length // 2] = 1e-30
     assert {race(weights_V, coin) for coin in coins(20)} == {length // 2}
     assert race(weights_V, 0.0) == race(weights_V, 1 - 2**-53) == length // 2
+
+
+def _spread(generator, size):
+    return torch.randn(size, generator=generator).mul(3).softmax(-1)
+
+
+def _peaked(generator, size):
+    return torch.randn(size, generator=generator).mul(100).softmax(-1)
+
+
+def _flat(generator, size):
+    return torch.full((size,), 1 / size)
+
+
+def _sparse(generator, size):
+    weights_V = torch.zeros(size, dtype=torch.float64)
+    weights_V[torch.randperm(size, generator=generator)[:5]] = 0.2
+    return weights_V
+
+
+def _tiny(generator, size):
+    """Times over weights that float32 has no room for."""
+    return torch.rand(size, generator=generator) * 10.0 ** -int(
+        torch.randint(30, 45, (), generator=generator)
+    )
+
+
+@pytest.mark.parametrize("size", [_AT_ONCE + 1, 40_000, 2 * _AT_ONCE + BLOCK, 100_001])
+@pytest.mark.parametrize("weights", [_spread, _peaked, _flat, _sparse, _tiny])
+def test_bounds_spare_logarithms_but_change_no_winner(weights, size):
+    generator = torch.Generator().manual_seed(size)
+    for coin in [0.0, 1 - 2**-53, *coins(10)]:
+        weights_V = weights(generator, size)
+        times_V = race_times(weights_V, coin)
+        assert race(weights_V, coin) == int((times_V / weights_V).argmin())
+
+
+def test_no_time_is_below_its_blocks_bound():
+    weights_V = torch.rand(100_001, generator=torch.Generator().manual_seed(0))
+    for coin in coins(20):
+        times_V = race_times(weights_V, coin) / weights_V
+        found = torch.stack([block.min() for block in times_V.split(BLOCK)])
+        least_G = torch.from_numpy(_least_times(weights_V.numpy(), coin))
+        assert (least_G <= found * (1 + 2.0**-20)).all()
+        assert (least_G > 0.5 * found).any()
+
+
+def test_weights_that_are_none_are_raced_as_ever():
+    for odd in (0.0, math.nan, math.inf):
+        weights_V = torch.zeros(50_000)
+        weights_V[40_000] = odd
+        assert race(weights_V, 0.3) == int((race_times(weights_V, 0.3) / weights_V).argmin())
 
 
 def test_streams_depths_and_slots_are_apart():
