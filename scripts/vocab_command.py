@@ -17,7 +17,7 @@ from outrider.data.store import FeatureStore, OnlineFeatures
 from outrider.data.target import Target, default_layers
 from outrider.eval.ceiling import MEASURES, Cost, costs, law_sums, tally
 from outrider.heads.vocab import choose
-from outrider.train.assembly import supervised
+from outrider.train.start import supervised
 from outrider.train.vocabulary import count, safe_ids, write_vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
