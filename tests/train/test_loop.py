@@ -251,8 +251,11 @@ def test_plan_prints_and_spends_nothing(
         assert word in text
 
 
-def test_an_unused_setting_of_ground_is_none(target_folder: Path, rows_file: Path) -> None:
-    argv = ["--target", str(target_folder), "--data", str(rows_file), "--output", "unused"]
+def test_an_unused_setting_of_ground_is_none(
+    target_folder: Path, rows_file: Path, tmp_path: Path
+) -> None:
+    output = str(tmp_path / "unused")
+    argv = ["--target", str(target_folder), "--data", str(rows_file), "--output", output]
     ground = lay_ground(parse(argv, EagleRun), torch.device("cpu"))
     assert ground.vocabulary is None
     assert not ground.head.config.is_reduced
