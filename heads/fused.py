@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.heads.base import DraftHead
 from outrider.heads.losses import Slope, objective, slope
 from outrider.heads.tables import Tables, bend
+from outrider.heads.top_teacher import TopTeacher
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits formed at a time: 1,024 rows of a draft vocabulary of 8,192."""
@@ -44,8 +45,10 @@ class Scored(NamedTuple):
     """Sum of min(p, q) of every pair, over the draft vocabulary with p renormalised on it."""
 
 
-def teacher_probs(teacher: Teacher, rows: slice | None = None) -> Tensor:
+def teacher_probs(teacher: Teacher | TopTeacher, rows: slice | None = None) -> Tensor:
     """The target's law over the draft vocabulary, renormalised there; [rows, W], fp32 or better."""
+    if isinstance(teacher, TopTeacher):
+        return teacher.probs(rows)
     state = teacher.state_PH if rows is None else teacher.state_PH[rows]
     logits = state.to(teacher.table_WH.dtype) @ teacher.table_WH.T
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -72,7 +75,7 @@ def best_is_inside(head: DraftHead, state_PH: Tensor, chunk: int = 1024) -> Tens
 def score_pairs(
     hidden_PKD: Tensor,
     outputs: Sequence[Tensor],
-    teacher: Teacher,
+    teacher: Teacher | TopTeacher,
     weight_PK: Tensor,
     name: str = "soft_ce",
 ) -> Scored:

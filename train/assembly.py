@@ -1,18 +1,21 @@
 """From settings to the parts of a run: target, rows, vocabulary, head, features, batches."""
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from outrider.data.batches import Batches, Features
+from outrider.data.hidden_files import FileStates
+from outrider.data.layout import Layout, layout_of
+from outrider.data.prefetch import Prefetched
 from outrider.data.rows import Counts, Reading, Row, read_rows
-from outrider.data.store import FeatureStore, OnlineFeatures
+from outrider.data.states import OnlineFeatures
+from outrider.data.store import FeatureStore
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.heads import CONFIGS, HEADS, DraftHead
@@ -22,7 +25,7 @@ from outrider.train.objectives import task_of
 from outrider.train.parts import Parts, Score
 from outrider.train.settings import Settings, identity
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary, choose_vocabulary, safe_ids, vocabulary_of
+from outrider.train.vocabulary import Vocabulary, draft_vocabulary, supervised, vocabulary_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -49,10 +52,20 @@ class Ground:
         return self.head.config.aux_layers
 
     @property
-    def store_folder(self) -> Path:
-        """Where features are kept."""
-        given = self.settings.data.store
-        return Path(given) if given else Path(self.settings.run.output).parent / "features"
+    def store_folder(self) -> str:
+        """Where features are kept: a folder or a URL."""
+        return self.settings.data.store or str(self.beside / "features")
+
+    @property
+    def trace_folder(self) -> Path:
+        """Where the held-out trace is kept: with the features, unless those are in a cloud."""
+        is_remote = "://" in self.store_folder
+        return self.beside / "features" if is_remote else Path(self.store_folder)
+
+    @property
+    def beside(self) -> Path:
+        """The folder that holds the output folder."""
+        return Path(self.settings.run.output).parent
 
 
 def lay_ground(settings: Settings, device: torch.device) -> Ground:
@@ -95,13 +108,7 @@ def make_head(
         return kept if old.config.is_reduced else None, old
     vocabulary = None
     if choice.draft_vocab is not None and choice.draft_vocab != target.vocab_size:
-        vocabulary = choose_vocabulary(
-            supervised(rows),
-            choice.draft_vocab,
-            vocab_size=target.vocab_size,
-            tokenizer_size=target.tokenizer_size,
-            always=safe_ids(target.tokenizer, target.eos_ids),
-        )
+        vocabulary = draft_vocabulary(target, rows, choice.draft_vocab)
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
     config = CONFIGS[choice.head].from_target(target.config, **sizes)
     if old is not None:
@@ -112,11 +119,6 @@ def make_head(
     if old is not None:
         adopt(head, old)
     return vocabulary, head
-
-
-def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
-    """The tokens that each row is trained to predict."""
-    return (row.ids[row.mask] for row in rows)
 
 
 @torch.no_grad()
@@ -139,12 +141,30 @@ def features(ground: Ground) -> Features:
     data = ground.settings.data
     if data.online:
         return OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
+    states = None
+    if data.hidden_states is not None:
+        states = FileStates(data.hidden_states, ground.target, ground.layers, ground.rows)
     return FeatureStore.build_or_open(
         ground.target,
         ground.rows,
-        layers=ground.layers,
-        dtype=DTYPES[data.feature_dtype],
+        layout=layout(ground),
         root=ground.store_folder,
+        states=states,
+    )
+
+
+def layout(ground: Ground) -> Layout:
+    """How features are stored."""
+    data, config = ground.settings.data, ground.head.config
+    draft_ids_W = None
+    if config.is_reduced and data.teacher_over == "draft":
+        draft_ids_W = ground.head.draft_ids_W[: config.num_proposable].cpu()
+    return layout_of(
+        ground.target,
+        ground.layers,
+        data.feature_dtype,
+        top_k=data.top_k,
+        draft_ids_W=draft_ids_W,
     )
 
 
@@ -158,7 +178,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
             print(line)
     with one_first(accelerator):
         source = features(ground)
-        trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
+        trace = heldout_trace(settings.data, ground.target, ground.layers, ground.trace_folder)
     preflight.check_disjoint(ground.rows, trace)
     batches = Batches(
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
@@ -173,7 +193,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         preflight.check_export(ground.head, tables(ground.target))
     return Parts(
         task=task,
-        batches=batches,
+        batches=batches if settings.data.online else Prefetched(batches),
         export=lambda folder: export(ground, folder),
         score=score,
         data_claims=data_claims(ground),

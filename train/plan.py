@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.data.packing import shuffled_packs
 from outrider.data.store import store_bytes
-from outrider.train.assembly import DTYPES, Ground
+from outrider.train.assembly import Ground, layout
 from outrider.train.optim import state_bytes
 from outrider.train.preflight import notes
 from outrider.train.recipe import to_yaml
@@ -60,11 +60,9 @@ def describe(ground: Ground) -> str:
 
 def feature_bytes(ground: Ground) -> int:
     """Bytes of all stored features; zero when they are computed in every step."""
-    data = ground.settings.data
-    if data.online:
+    if ground.settings.data.online:
         return 0
-    dtype = DTYPES[data.feature_dtype]
-    return store_bytes(ground.target, ground.rows, ground.layers, dtype)
+    return store_bytes(ground.rows, layout(ground))
 
 
 def target_bytes(ground: Ground) -> int:

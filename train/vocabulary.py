@@ -4,7 +4,7 @@ V is the target's vocabulary.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.data.rows import Row
+from outrider.data.target import Target
 from outrider.heads.vocab import choose, coverage
 
 
@@ -24,6 +26,22 @@ class Vocabulary:
     """Different supervised tokens seen."""
     covered: float
     """Share of supervised tokens inside: a ceiling on acceptance."""
+
+
+def draft_vocabulary(target: Target, rows: Sequence[Row], size: int) -> Vocabulary:
+    """The draft vocabulary of a run over these rows."""
+    return choose_vocabulary(
+        supervised(rows),
+        size,
+        vocab_size=target.vocab_size,
+        tokenizer_size=target.tokenizer_size,
+        always=safe_ids(target.tokenizer, target.eos_ids),
+    )
+
+
+def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
+    """The tokens that each row is trained to predict."""
+    return (row.ids[row.mask] for row in rows)
 
 
 def choose_vocabulary(

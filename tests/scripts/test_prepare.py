@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.layout import layout_of
 from outrider.data.rows import Reading, read_rows
 from outrider.data.store import FeatureStore
 from outrider.data.target import Target
@@ -64,7 +65,11 @@ def test_training_finds_what_was_prepared(folder, tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(Target, "run", never)
     stored = FeatureStore.build_or_open(
-        target, rows, layers=(2, 4, 5), dtype=torch.bfloat16, root=tmp_path, progress=False
+        target,
+        rows,
+        layout=layout_of(target, (2, 4, 5), "bfloat16"),
+        root=tmp_path,
+        progress=False,
     )
     assert stored.row(3).aux_TF.shape == (6, 96)
 
