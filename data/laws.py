@@ -51,7 +51,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, target: Target, draft_ids_W: Tensor | None) -> "Vocabulary":
-        """These ids, or all that the target's tokenizer makes."""
+        """These ids, or all that the target's tokenizer makes.
+
+        Raises ValueError for an id that the target does not have.
+        """
+        top = 0 if draft_ids_W is None else int(draft_ids_W.max())
+        if top >= target.vocab_size:
+            raise ValueError(
+                f"the vocabulary of the stored laws holds id {top}; this target's ids are 0 to "
+                f"{target.vocab_size - 1}: choose the draft vocabulary for it again"
+            )
         return cls(
             target, torch.arange(target.tokenizer_size) if draft_ids_W is None else draft_ids_W
         )
