@@ -39,7 +39,7 @@ class PrepareSettings:
 
     feature_dtype: Literal["bfloat16", "float16", "float32", "int8", "fp8", "int4"] = "bfloat16"
     """How features are stored: bfloat16, float16 and float32 keep the last state; int8, fp8 and
-    int4 take 0.42, 0.41 and 0.24 times the bytes and keep the target's likeliest tokens instead."""
+    int4 take at most 0.42, 0.42 and 0.25 times the bytes, and keep likely tokens instead."""
 
     top_k: int = TOP_K
     """int8, fp8, int4: likeliest tokens kept of the target's law before a supervised token."""

@@ -16,10 +16,10 @@ from outrider.train.recipe import parse
 # How far a first step may be from one on the target's own states: loss, and gradients by norm.
 TOLERANCE = {
     "float32": (1e-5, 1e-4),
-    "bfloat16": (2e-3, 2e-2),
-    "int8": (5e-3, 4e-2),
-    "fp8": (2e-2, 1.5e-1),
-    "int4": (4e-2, 4e-1),
+    "bfloat16": (3e-4, 6e-3),
+    "int8": (3e-4, 2e-2),
+    "fp8": (1e-3, 8e-2),
+    "int4": (1e-2, 3e-1),
 }
 
 
@@ -133,9 +133,12 @@ def lines(folder):
 
 
 def test_a_whole_run_from_int4_learns_like_one_from_raw_features(train):
-    raw = lines(train(output="raw"))
-    packed = lines(train("--feature-dtype", "int4", "--top-k", "30", output="packed"))
-    assert packed[-1]["loss"] == pytest.approx(raw[-1]["loss"], rel=0.05)
+    raw = lines(train("--epochs", "4", output="raw"))
+    packed = lines(
+        train("--epochs", "4", "--feature-dtype", "int4", "--top-k", "30", output="packed")
+    )
+    for ours, theirs in zip(packed, raw, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
     assert packed[-1]["loss"] < packed[0]["loss"]
 
 
