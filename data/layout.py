@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.batches import StoredRow
+from outrider.data.choices import TOP_K
 from outrider.data.laws import TopLaw, Vocabulary
 from outrider.data.quantise import CODECS, Codec, Field
 from outrider.data.rows import FIRST_LABEL, Row
@@ -20,8 +21,6 @@ from outrider.data.target import Target, check_layers
 
 RAW = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMS = (*RAW, *CODECS)
-TOP_K = 44
-"""int8 then takes 0.42 of the usual bytes (hidden size 576) where every token is supervised."""
 PACK_VERSION = 1  # raise when the same packed bytes would mean other numbers
 
 Per = Literal["position", "law"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.base import DraftHead
+from outrider.heads.tables import Tables
 
 TINY = 1e-30
 
@@ -29,13 +30,22 @@ class TopTeacher(NamedTuple):
     """Probability of each id that is not listed, before renormalising."""
     width: int
     """W."""
+    tables: Tables
+    """For the target's own scale and cap, which these laws already have."""
+    bends_draft: bool
+    """Whether the draft's logits get them too."""
 
-    def probs(self, rows: slice | None = None) -> Tensor:
-        """The laws over the draft vocabulary, renormalised there [rows, W]."""
+    def probs(self, rows: slice | None = None, temperature: float = 1.0) -> Tensor:
+        """The laws over the draft vocabulary, renormalised there [rows, W].
+
+        At another temperature every probability is raised to its inverse first, an unlisted id's
+        share of the tail too.
+        """
         rows = slice(None) if rows is None else rows
         rest = self.rest_P[rows, None]
         probs = rest.repeat(1, self.width + 1).scatter_(1, self.ids_PM[rows], self.probs_PM[rows])
         probs = probs[:, : self.width]
+        probs = probs if temperature == 1 else probs ** (1 / temperature)
         return probs / probs.sum(-1, keepdim=True)
 
 
@@ -50,4 +60,4 @@ def top_teacher(
     # Never zero: a law that says nothing about the draft vocabulary is even over it, not NaN.
     rest_P = (tail_P / max(num_rest, 1)).clamp(min=TINY)
     ids_PM = place_V[ids_PM.long()]
-    return TopTeacher(ids_PM, log_probs_PM.exp(), rest_P, width)
+    return TopTeacher(ids_PM, log_probs_PM.exp(), rest_P, width, head.lent(), head.is_bent)

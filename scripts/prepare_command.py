@@ -7,8 +7,9 @@ from typing import Literal
 import tyro
 from torch import Tensor
 
+from outrider.data.choices import TOP_K
 from outrider.data.hidden_files import FileStates
-from outrider.data.layout import RAW, TOP_K, Layout, layout_of
+from outrider.data.layout import RAW, Layout, layout_of
 from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.store import FeatureStore, store_bytes
 from outrider.data.target import Target, default_layers

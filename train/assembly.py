@@ -193,7 +193,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         preflight.check_export(ground.head, tables(ground.target))
     return Parts(
         task=task,
-        batches=batches if settings.data.online else Prefetched(batches),
+        batches=batches if settings.data.online else Prefetched(batches, run.accumulation + 1),
         export=lambda folder: export(ground, folder),
         score=score,
         data_claims=data_claims(ground),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from outrider.data.layout import TOP_K
+from outrider.data.choices import TOP_K
 from outrider.train.optim import OptimSettings
 from outrider.train.schedule import ScheduleSettings, check_range
 

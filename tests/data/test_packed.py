@@ -9,8 +9,9 @@ import torch
 from outrider.data import layout as layout_module
 from outrider.data import store as store_module
 from outrider.data.batches import Batches
+from outrider.data.choices import TOP_K
 from outrider.data.laws import TopLaw, Vocabulary
-from outrider.data.layout import TOP_K, Packed, layout_of
+from outrider.data.layout import Packed, layout_of
 from outrider.data.quantise import CODECS, Rotated
 from outrider.data.rows import Row
 from outrider.data.states import TargetStates

@@ -106,3 +106,11 @@ def test_a_law_that_lists_no_draft_id_and_has_no_tail_is_even(head):
     probs = torch.tensor([[0.5, 0.3, 0.2]]).double().log()
     teacher = top_teacher(head, ids, probs, torch.zeros(1).double(), VOCAB - 3)
     torch.testing.assert_close(teacher.probs(), torch.full((1, 30), 1 / 30).double())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_at_another_temperature_with_all_ids_listed_laws_are_exact(head, temperature):
+    state_PH, law = laws(head, head.draft_ids_W, 30)
+    logits_PW = state_PH @ head.lent().output_VH[head.draft_ids_W].T
+    found = top_teacher(head, *law).probs(slice(2, 8), temperature)
+    torch.testing.assert_close(found, (logits_PW[2:8] / temperature).softmax(-1))
