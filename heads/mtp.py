@@ -148,7 +148,9 @@ class MtpHead(RecurrentHead):
         }
         if self.config.qk_norm:
             norms |= {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
-        raw = {name: norm + offset if offset else norm for name, norm in norms.items()}
+        raw: dict[str, Any] = {
+            name: norm + offset if offset else norm for name, norm in norms.items()
+        }
         raw |= {"fc": self.eh_proj.weight, "o": o, "gate": gate, "up": up, "down": down}
         raw |= {"q": q, "k": k, "v": v}
         if self.config.attention_bias:

@@ -245,6 +245,7 @@ class MedusaRun(DepthHeadsRun):
     joint: JointSettings
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.joint.joint != "none" and self.objective.normalise != "token":
             raise ValueError(
                 f"normalise is {self.objective.normalise} with joint {self.joint.joint}, which "
