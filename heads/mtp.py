@@ -148,6 +148,7 @@ class MtpHead(RecurrentHead):
         }
         if self.config.qk_norm:
             norms |= {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
+        # Any: the type of every field fits, but one of them (`rest`) is no tensor.
         raw: dict[str, Any] = {
             name: norm + offset if offset else norm for name, norm in norms.items()
         }
