@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.data.laws import TopLaw
 from outrider.data.packing import shuffled_packs
 
 
@@ -21,6 +22,9 @@ class StoredRow(NamedTuple):
     mask_T: Tensor
     aux_TF: Tensor
     last_TH: Tensor
+    law: TopLaw | None = None
+    """The target's laws by position, where they are stored; else they follow from the last state.
+    """
 
 
 class Features(Protocol):
@@ -58,14 +62,27 @@ class Batch:
     aux_BTF: Tensor
     """F is 0 where no layers were captured."""
     last_BTH: Tensor
+    """H is 0 where the last state was not stored."""
     row_ids: list[list[str]]
     """Names of the documents of each pack, in order."""
+    law: TopLaw | None = None
+    """The target's laws [B, T, ...], where they are stored."""
 
     def to(self, device: str | torch.device) -> "Batch":
         """The same batch with its tensors on `device`."""
         names = ("ids_BT", "mask_BT", "document_BT", "position_BT", "aux_BTF", "last_BTH")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved)
+        law = self.law and self.law.map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(self, **moved, law=law)
+
+    @property
+    def kept_BT(self) -> Tensor:  # noqa: N802 - a dimension suffix
+        """Where a token has states: a packed store keeps none that no loss reads, and gives zeros.
+
+        True nowhere when states have no width.
+        """
+        has_states_BT = self.aux_BTF.any(-1) | self.last_BTH.any(-1)
+        return (self.document_BT > 0) & has_states_BT
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +140,7 @@ class Batches:
         position_BT = torch.zeros(shape, dtype=torch.int64)
         aux_BTF = example.aux_TF.new_zeros(*shape, example.aux_TF.shape[-1])
         last_BTH = example.last_TH.new_zeros(*shape, example.last_TH.shape[-1])
+        law = example.law and example.law.map(lambda x: x.new_zeros(*shape, *x.shape[1:]))
         for row, documents in enumerate(loaded):
             start = 0
             for number, document in enumerate(documents, start=1):
@@ -133,6 +151,9 @@ class Batches:
                 position_BT[span] = torch.arange(len(document.ids_T))
                 aux_BTF[span] = document.aux_TF
                 last_BTH[span] = document.last_TH
+                if law is not None and document.law is not None:
+                    for whole, part in zip(law.tensors, document.law.tensors, strict=True):
+                        whole[span] = part
                 start += len(document.ids_T)
         return Batch(
             ids_BT=ids_BT,
@@ -143,6 +164,7 @@ class Batches:
             last_BTH=last_BTH,
             row_ids=[[self.source.row_ids[row] for row in rows] for rows in packs]
             + [[] for _ in range(num_packs - len(packs))],
+            law=law,
         )
 
 

@@ -1,37 +1,41 @@
 """The target's features on disk, one entry per row, under a key that names all they depend on.
 
-A store is a folder of shards, each whole or absent: a killed build continues at its next shard.
+A store is a folder of shards, each whole or absent: a killed build continues at its next shard, and
+processes that run the same build share the shards among them.
 
-Letters: B rows of one pass, T positions, N positions of a shard, F captured layers times H,
-H hidden size.
+Letters: T positions of a row, N rows of a shard's tensor.
 """
 
 import hashlib
 import json
+import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from outrider.data.batches import StoredRow
-from outrider.data.files import locked, settle
+from outrider.data.folders import CloudFolder, Folder, folder_at
+from outrider.data.layout import Layout, Per, needed, num_bytes
 from outrider.data.packing import passes
 from outrider.data.rows import Row
-from outrider.data.target import Target, check_layers
+from outrider.data.states import States, TargetStates
+from outrider.data.target import Target
 
 STORE_VERSION = 1  # raise when the same key would hold other numbers than before
 SHARD_TOKENS = 16_384  # a kill loses this much work at most
 PASS_TOKENS = 2_048  # padded positions of one pass of the target
+OPEN_SHARDS = 64
 
 
 def store_key(
-    target: Target, rows: Sequence[Row], layers: Sequence[int], dtype: torch.dtype
+    target: Target, rows: Sequence[Row], layout: Layout, states: States | None = None
 ) -> dict[str, object]:
     """Everything the stored numbers depend on."""
     data = hashlib.sha256()
@@ -49,88 +53,35 @@ def store_key(
         "vocab_size": target.vocab_size,
         "target": target.fingerprint(),
         "target_dtype": str(target.dtype),
-        "layers": list(layers),
-        "dtype": str(dtype),
+        "layers": list(layout.layers),
+        **layout.key(rows),
+        **({} if states is None else states.key()),
     }
 
 
-def store_bytes(
-    target: Target, rows: Sequence[Row], layers: Sequence[int], dtype: torch.dtype
-) -> int:
+def store_bytes(rows: Sequence[Row], layout: Layout) -> int:
     """Size of the store on disk, known before anything runs."""
-    width = (len(layers) + 1) * target.hidden_size
-    return sum(len(row) for row in rows) * width * dtype.itemsize
-
-
-class OnlineFeatures:
-    """Rows whose features the target computes when asked: no disk, one pass per pack."""
-
-    def __init__(
-        self,
-        target: Target,
-        rows: Sequence[Row],
-        *,
-        layers: Sequence[int],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.target = target
-        self.layers = check_layers(layers, target.num_layers)
-        self.dtype = dtype or target.dtype
-        self._rows = list(rows)
-        self.lengths = [len(row) for row in rows]
-        self.row_ids = [row.row_id for row in rows]
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
-
-    def row(self, index: int) -> StoredRow:
-        """One row with its features."""
-        return self.rows([index])[0]
-
-    def rows(self, indices: Sequence[int]) -> list[StoredRow]:
-        """The named rows with their features, from one padded pass."""
-        chosen = [self._rows[index] for index in indices]
-        return _features(self.target, chosen, self.layers, self.dtype)
-
-
-class BareRows:
-    """Rows without features, for those who run the target themselves; states are of width 0."""
-
-    def __init__(self, rows: Sequence[Row], *, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._rows = list(rows)
-        self.lengths = [len(row) for row in rows]
-        self.row_ids = [row.row_id for row in rows]
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
-
-    def rows(self, indices: Sequence[int]) -> list[StoredRow]:
-        """The named rows."""
-        chosen = [self._rows[index] for index in indices]
-        empty = [torch.empty(len(row), 0, dtype=self.dtype) for row in chosen]
-        return [
-            StoredRow(row.ids, row.mask, none, none)
-            for row, none in zip(chosen, empty, strict=True)
-        ]
+    header = 8 + sum(72 + len(name) for name in layout.parts)
+    return num_bytes(layout, rows) + header * len(_shards([len(row) for row in rows]))
 
 
 class FeatureStore:
     """Rows with their features, read from shards that are mapped into memory."""
 
-    def __init__(self, folder: Path, rows: Sequence[Row]) -> None:
+    def __init__(self, folder: Folder, rows: Sequence[Row], layout: Layout) -> None:
         self.folder = folder
+        self.layout = layout
         self._rows = list(rows)
         self.lengths = [len(row) for row in rows]
         self.row_ids = [row.row_id for row in rows]
-        self._places: list[tuple[Path, int]] = []
+        self._places: list[tuple[int, dict[Per, int]]] = []
         for number, span in enumerate(_shards(self.lengths)):
-            start = 0
+            starts: dict[Per, int] = {"position": 0, "law": 0}
             for index in span:
-                self._places.append((_shard_path(folder, number), start))
-                start += self.lengths[index]
+                self._places.append((number, dict(starts)))
+                for per in starts:
+                    starts[per] += layout.count(rows[index], per)
+        self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
     @classmethod
     def build_or_open(
@@ -138,39 +89,40 @@ class FeatureStore:
         target: Target,
         rows: Sequence[Row],
         *,
-        layers: Sequence[int],
-        dtype: torch.dtype,
+        layout: Layout,
         root: str | Path,
+        states: States | None = None,
         progress: bool = True,
         max_bytes: int | None = None,
     ) -> Self:
-        """The store for exactly these rows, target, layers and precision, built as far as missing.
+        """The store for exactly these rows, target, states and layout, built as far as missing.
 
-        Raises ValueError before any work when it would not fit into `max_bytes` or on the disk.
+        `root` is a folder or a URL that fsspec opens; `states` are the target's own when left out.
+        Raises ValueError before any work when it would not fit into `max_bytes` or on the disk, and
+        when the folder holds other features than its name says.
         """
-        layers = check_layers(layers, target.num_layers)
-        key = store_key(target, rows, layers, dtype)
-        folder = Path(root) / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        with locked(folder.with_suffix(".lock")):
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob("*.tmp"):  # of a build that was killed
-                left.unlink()
-            missing = _missing(folder, rows, target, layers)
-            wanted = [row for span in missing.values() for row in span]
-            _check_budget(store_bytes(target, rows, layers, dtype), max_bytes)
-            _check_disk(store_bytes(target, wanted, layers, dtype), folder)
-            _write(folder / "key.json", json.dumps(key, indent=1).encode())
-            with tqdm(
-                total=sum(len(row) for row in rows),
-                initial=sum(len(row) for row in rows) - sum(len(row) for row in wanted),
-                unit="tok",
-                unit_scale=True,
-                desc="target features",
-                disable=not progress or not missing,
-            ) as bar:
-                for number, span in missing.items():
-                    _write(_shard_path(folder, number), _shard(target, span, layers, dtype, bar))
-        return cls(folder, rows)
+        key = store_key(target, rows, layout, states)
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        folder = folder_at(root, name)
+        folder.local.mkdir(parents=True, exist_ok=True)
+        _check_key(folder, key)
+        missing = _missing(folder, rows, layout)
+        wanted = [row for span in missing.values() for row in span]
+        _check_budget(store_bytes(rows, layout), max_bytes)
+        if not isinstance(folder, CloudFolder):
+            _check_disk(store_bytes(wanted, layout), folder)
+        if folder.read("key.json") is None:
+            folder.write("key.json", json.dumps(key, indent=1).encode())
+        with tqdm(
+            total=sum(len(row) for row in rows),
+            initial=sum(len(row) for row in rows) - sum(len(row) for row in wanted),
+            unit="tok",
+            unit_scale=True,
+            desc="target features",
+            disable=not progress or not missing,
+        ) as bar:
+            _write(folder, missing, layout, states or TargetStates(target, layout.layers), bar)
+        return cls(folder, rows, layout)
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -178,30 +130,21 @@ class FeatureStore:
 
     def row(self, index: int) -> StoredRow:
         """One row with its features."""
-        path, start = self._places[index]
-        row, span = self._rows[index], slice(start, start + self.lengths[index])
-        with safe_open(path, framework="pt") as file:
-            aux_TF, last_TH = file.get_slice("aux")[span], file.get_slice("last")[span]
-        return StoredRow(row.ids, row.mask, aux_TF, last_TH)
+        number, starts = self._places[index]
+        row, file = self._rows[index], self._open(number)
+        counts = {per: self.layout.count(row, per) for per in starts}
+        found = {
+            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
+            for name, part in self.layout.parts.items()
+        }
+        return self.layout.decode(row, found)
 
     def rows(self, indices: Sequence[int]) -> list[StoredRow]:
         """The named rows with their features."""
         return [self.row(index) for index in indices]
 
-
-def _features(
-    target: Target, rows: Sequence[Row], layers: Sequence[int], dtype: torch.dtype
-) -> list[StoredRow]:
-    """One pass over rows padded on the right: a causal target needs no mask for that."""
-    ids_BT = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
-    for place, row in enumerate(rows):
-        ids_BT[place, : len(row)] = row.ids
-    states = target.run(ids_BT.to(target.device), layers=layers)
-    aux_BTF, last_BTH = (state.to("cpu", dtype) for state in states)
-    return [
-        StoredRow(row.ids, row.mask, aux_BTF[place, : len(row)], last_BTH[place, : len(row)])
-        for place, row in enumerate(rows)
-    ]
+    def _opened(self, number: int) -> Any:  # noqa: ANN401 - safetensors has no type for it
+        return safe_open(self.folder.path(_shard_name(number)), framework="pt")
 
 
 def _shards(lengths: Sequence[int]) -> list[range]:
@@ -216,82 +159,92 @@ def _shards(lengths: Sequence[int]) -> list[range]:
     return spans
 
 
-def _shard_path(folder: Path, number: int) -> Path:
-    return folder / f"features-{number:06d}.safetensors"
+def _shard_name(number: int) -> str:
+    return f"features-{number:06d}.safetensors"
 
 
-def _missing(
-    folder: Path, rows: Sequence[Row], target: Target, layers: Sequence[int]
-) -> dict[int, list[Row]]:
+def _missing(folder: Folder, rows: Sequence[Row], layout: Layout) -> dict[int, list[Row]]:
     """The rows of every shard that is not whole, by shard number."""
-    missing: dict[int, list[Row]] = {}
-    for number, span in enumerate(_shards([len(row) for row in rows])):
-        chosen = [rows[index] for index in span]
-        tokens = sum(len(row) for row in chosen)
-        width = target.hidden_size
-        shapes = {"aux": [tokens, len(layers) * width], "last": [tokens, width]}
-        if not _is_whole(_shard_path(folder, number), shapes):
-            missing[number] = chosen
-    return missing
+    spans = enumerate(_shards([len(row) for row in rows]))
+    chosen = {number: [rows[index] for index in span] for number, span in spans}
+    return {
+        number: part
+        for number, part in chosen.items()
+        if not folder.has(_shard_name(number), needed(layout, part))
+    }
 
 
-def _is_whole(path: Path, shapes: Mapping[str, list[int]]) -> bool:
-    """Whether the file is there in full; its header knows its length and the shapes."""
-    if not path.is_file():
-        return False
-    try:
-        with safe_open(path, framework="pt") as file:
-            return all(file.get_slice(name).get_shape() == shape for name, shape in shapes.items())
-    except SafetensorError:  # cut short: "incomplete metadata, file not fully covered"
-        return False
+def _write(
+    folder: Folder,
+    missing: Mapping[int, list[Row]],
+    layout: Layout,
+    states: States,
+    bar: "tqdm[NoReturn]",
+) -> None:
+    """Write what no other process writes, then wait for what others do (or write it for them)."""
+    todo = list(missing)
+    if isinstance(folder, CloudFolder):  # no locks there: begin anywhere, meet others seldom
+        random.shuffle(todo)
+    for wait in (False, True):
+        left: list[int] = []
+        for number in todo:
+            name, rows = _shard_name(number), missing[number]
+            with folder.claim(number, wait=wait) as is_mine:
+                if not is_mine:
+                    left.append(number)
+                elif not folder.has(name, needed(layout, rows)):
+                    folder.write(name, _shard(rows, layout, states, bar))
+        todo = left
 
 
 def _shard(
-    target: Target,
-    rows: Sequence[Row],
-    layers: Sequence[int],
-    dtype: torch.dtype,
-    bar: "tqdm[NoReturn]",
+    rows: Sequence[Row], layout: Layout, states: States, bar: "tqdm[NoReturn]"
 ) -> dict[str, Tensor]:
     """The features of a shard's rows end to end, in their order."""
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row))
-    aux_NF = torch.empty(starts[-1], len(layers) * target.hidden_size, dtype=dtype)
-    last_NH = torch.empty(starts[-1], target.hidden_size, dtype=dtype)
+    found: list[dict[str, Tensor]] = [{} for _ in rows]
     for places in passes([len(row) for row in rows], PASS_TOKENS):
-        for place, done in zip(
-            places, _features(target, [rows[place] for place in places], layers, dtype), strict=True
-        ):
-            span = slice(starts[place], starts[place] + len(done.ids_T))
-            aux_NF[span], last_NH[span] = done.aux_TF, done.last_TH
+        made = states.of([rows[place] for place in places])
+        for place, (aux_TF, last_TH) in zip(places, made, strict=True):
+            found[place] = layout.encode(rows[place], aux_TF, last_TH)
         bar.update(sum(len(rows[place]) for place in places))
-    return {"aux": aux_NF, "last": last_NH}
+    return {name: torch.cat([one[name] for one in found]) for name in layout.parts}
 
 
-def _write(path: Path, content: Mapping[str, Tensor] | bytes) -> None:
-    """Write beside the place, wait for the disk, then move there in one step."""
-    temporary = path.with_suffix(".tmp")
-    if isinstance(content, bytes):
-        temporary.write_bytes(content)
-    else:
-        save_file(dict(content), temporary)
-    settle(temporary)
-    temporary.replace(path)
+def _check_key(folder: Folder, key: Mapping[str, object]) -> None:
+    """The folder's name is made from its key: another key inside means someone moved files."""
+    written = folder.read("key.json")
+    if written is None:
+        return
+    known: Mapping[str, object] = json.loads(written)
+    unlike = _unlike(known, json.loads(json.dumps(key)))
+    if unlike:
+        raise ValueError(
+            f"{folder.name} was made with other settings ({'; '.join(unlike)}) than its name says; "
+            "remove it, or name another store"
+        )
+
+
+def _unlike(known: Mapping[str, object], wanted: Mapping[str, object]) -> Iterable[str]:
+    names = sorted(known.keys() | wanted.keys())
+    return [
+        f"{name} {known.get(name)!r}, not {wanted.get(name)!r}"
+        for name in names
+        if known.get(name) != wanted.get(name)
+    ]
 
 
 def _check_budget(size: int, max_bytes: int | None) -> None:
     if max_bytes is not None and size > max_bytes:
         raise ValueError(
             f"max_bytes is {max_bytes:,}, the features need {size:,} bytes; allow more, read fewer "
-            f"tokens (limit_tokens, max_length), store bfloat16, or compute features online"
+            "tokens (limit_tokens, max_length), store int8 or int4, or compute features online"
         )
 
 
-def _check_disk(size: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
+def _check_disk(size: int, folder: Folder) -> None:
+    free = shutil.disk_usage(folder.local).free
     if size > free:
         raise ValueError(
-            f"the features need {size:,} bytes, {folder} has {free:,} free; free some space, read "
-            f"fewer tokens (limit_tokens, max_length), or store bfloat16"
+            f"the features need {size:,} bytes, {folder.name} has {free:,} free; free some space, "
+            "read fewer tokens (limit_tokens, max_length), or store int8 or int4"
         )

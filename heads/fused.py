@@ -20,6 +20,7 @@ from outrider.heads.base import DraftHead
 from outrider.heads.objective import Objective
 from outrider.heads.slopes import Slope, slope
 from outrider.heads.tables import Tables, bend
+from outrider.heads.top_teacher import TopTeacher
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits formed at a time: 1,024 rows of a draft vocabulary of 8,192."""
@@ -57,8 +58,12 @@ class Scored(NamedTuple):
 SOFT_CE = Objective()
 
 
-def teacher_probs(teacher: Teacher, rows: slice | None = None, temperature: float = 1.0) -> Tensor:
+def teacher_probs(
+    teacher: Teacher | TopTeacher, rows: slice | None = None, temperature: float = 1.0
+) -> Tensor:
     """The target's law over the draft vocabulary, renormalised there; [rows, W], fp32 or better."""
+    if isinstance(teacher, TopTeacher):
+        return teacher.probs(rows, temperature)
     state = teacher.state_PH if rows is None else teacher.state_PH[rows]
     logits = state.to(teacher.table_WH.dtype) @ teacher.table_WH.T
     exact = torch.promote_types(logits.dtype, torch.float32)
@@ -86,7 +91,7 @@ def best_is_inside(head: DraftHead, state_PH: Tensor, chunk: int = 1024) -> Tens
 def score_pairs(
     hidden_PKD: Tensor,
     outputs: Sequence[Tensor],
-    teacher: Teacher,
+    teacher: Teacher | TopTeacher,
     weight_PK: Tensor,
     objective: Objective = SOFT_CE,
 ) -> Scored:
@@ -120,7 +125,7 @@ class _ScorePairs(torch.autograd.Function):
         size = max(1, CHUNK_ELEMENTS // (steps * tables[0].shape[0]))
         for start in range(0, hidden_PKD.shape[0], size):
             rows = slice(start, start + size)
-            probs = teacher_probs(teacher, rows, objective.temperature)
+            probs = teacher_probs(teacher, rows, objective.temperature).to(exact)
             for index, table in enumerate(tables):
                 span = (rows, slice(index * steps, (index + 1) * steps))
                 hidden = hidden_PKD[span].flatten(0, 1)
@@ -158,7 +163,7 @@ class _ScorePairs(torch.autograd.Function):
 Scorer = Callable[[Tensor, Tensor], Slope]
 
 
-def scorer_of(teacher: Teacher, objective: Objective, *, is_compiled: bool) -> Scorer:
+def scorer_of(teacher: Teacher | TopTeacher, objective: Objective, *, is_compiled: bool) -> Scorer:
     """The function of raw logits and the teacher's law that a chunk is scored with."""
     bent = (teacher.tables.logit_scale, teacher.tables.softcap) if teacher.bends_draft else None
     return (_compiled if is_compiled else _plain)(objective, bent)

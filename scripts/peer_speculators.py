@@ -19,12 +19,13 @@ import torch
 import tyro
 
 from outrider.data.batches import Features
+from outrider.data.layout import RAW, layout_of
 from outrider.data.store import store_key
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.scripts.peer_format import read_offline, write_offline
 from outrider.scripts.peer_trainer import PeerRun, run_peer
-from outrider.train.assembly import DTYPES, Ground, features, lay_ground
+from outrider.train.assembly import Ground, features, lay_ground
 from outrider.train.kinds import EagleRun
 from outrider.train.recipe import parse
 
@@ -93,6 +94,11 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
             f"recipe {settings.recipe} trains {ours.head.head} on {len(ground.layers)} layers; "
             "the peer trains eagle3 on three: choose another recipe"
         )
+    if ours.data.feature_dtype not in RAW:
+        raise ValueError(
+            f"feature_dtype is {ours.data.feature_dtype}; the peer needs the last state, which "
+            f"only {', '.join(RAW)} keep"
+        )
     if ground.target.folder is None:
         raise ValueError(f"target {ground.target.name} has no folder for the peer to read")
     run = PeerRun(
@@ -121,7 +127,8 @@ def plan(settings: Settings, ground: Ground) -> PeerRun:
 def origin(ground: Ground) -> str:
     """Short hash of all that the peer's copy of the features depends on, so that none is stale."""
     data = ground.settings.data
-    key = store_key(ground.target, ground.rows, ground.layers, DTYPES[data.feature_dtype])
+    layout = layout_of(ground.target, ground.layers, data.feature_dtype)
+    key = store_key(ground.target, ground.rows, layout)
     words = json.dumps([key, ground.settings.run.precision])
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 

@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
+from torch import Tensor
 
+from outrider.data.choices import TOP_K
+from outrider.data.hidden_files import FileStates
+from outrider.data.layout import RAW, Layout, layout_of
 from outrider.data.options import parse_options
-from outrider.data.rows import Reading, read_rows
+from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.store import FeatureStore, store_bytes
 from outrider.data.target import Target, default_layers
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from outrider.train.vocabulary import draft_vocabulary, read_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class PrepareSettings:
     target: str
     """smollm2-demo, a Hub id, or a local folder."""
 
-    out: Path
-    """Folder of stored features: what training calls its store."""
+    out: str
+    """Folder of stored features, or a URL that fsspec opens: what training calls its store."""
 
     layers: tuple[int, ...] | None = None
     """Decoder layers whose inputs are stored (0-based); 2, n/2, n-3 when left out."""
@@ -39,8 +41,21 @@ class PrepareSettings:
     target_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which the target computes."""
 
-    feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the stored features."""
+    feature_dtype: Literal["bfloat16", "float16", "float32", "int8", "fp8", "int4"] = "bfloat16"
+    """How features are stored: bfloat16, float16 and float32 keep the last state; int8, fp8 and
+    int4 take at most 0.42, 0.42 and 0.25 times the bytes, and keep likely tokens instead."""
+
+    top_k: int = TOP_K
+    """int8, fp8, int4: likeliest tokens kept of the target's law before a supervised token."""
+
+    draft_vocab: int | str | None = None
+    """int8, fp8, int4: keep laws over the draft vocabulary of this size that training will choose,
+    or of this file by outrider vocab; over all of the target's tokens (training's --teacher-over
+    target) when left out."""
+
+    hidden_states: str | None = None
+    """Folder of hidden states that vLLM extracted, or speculators' hs_*.safetensors: these are
+    stored instead of states that the target computes here."""
 
     max_length: int = 2048
     """Longest row in tokens."""
@@ -75,6 +90,11 @@ class PrepareSettings:
     def __post_init__(self) -> None:
         if self.last_only and self.layers is not None:
             raise ValueError("last_only is set and layers too; leave one of them out")
+        if self.draft_vocab is not None and self.feature_dtype in RAW:
+            raise ValueError(
+                f"draft_vocab is {self.draft_vocab} with feature_dtype {self.feature_dtype}, which "
+                "keeps no laws; leave it out, or store int8, fp8 or int4"
+            )
         if self.max_gigabytes is not None and self.max_gigabytes <= 0:
             raise ValueError(f"max_gigabytes is {self.max_gigabytes}; give a positive number")
 
@@ -89,30 +109,61 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_unsupervised=settings.max_unsupervised,
         template_options=parse_options(settings.template_options),
         workers=settings.workers,
-        cache=None if settings.plan else settings.out / "rows",
+        cache=rows_folder(settings),
     )
-    target = Target.load(
-        settings.target, dtype=DTYPES[settings.target_dtype], device=settings.device
-    )
+    target = Target.load(settings.target, dtype=RAW[settings.target_dtype], device=settings.device)
     layers = settings.layers
     if layers is None:
         layers = () if settings.last_only else default_layers(target.num_layers)
-    dtype = DTYPES[settings.feature_dtype]
     rows, counts = read_rows(settings.data, target, reading)
     print(counts)
     if settings.row_report is not None:
         counts.write(settings.row_report)
-    size = store_bytes(target, rows, layers, dtype)
-    print(f"features of layers {layers or '(none)'} and the last state: {size / 1e9:.3f} GB")
+    layout = layout_of(
+        target,
+        layers,
+        settings.feature_dtype,
+        top_k=settings.top_k,
+        draft_ids_W=draft_ids(settings, target, rows),
+    )
+    print(summary(settings, rows, layout))
     if settings.plan:
         return
-    budget = settings.max_gigabytes
+    budget, states = settings.max_gigabytes, None
+    if settings.hidden_states is not None:
+        states = FileStates(settings.hidden_states, target, layers, rows)
     store = FeatureStore.build_or_open(
         target,
         rows,
-        layers=layers,
-        dtype=dtype,
+        layout=layout,
         root=settings.out,
+        states=states,
         max_bytes=None if budget is None else int(budget * 1e9),
     )
-    print(f"{len(store)} rows in {store.folder}")
+    print(f"{len(store)} rows in {store.folder.name}")
+
+
+def rows_folder(settings: PrepareSettings) -> Path | None:
+    """Where the rows are kept that were read: nowhere when only planning or storing in a cloud."""
+    return None if settings.plan or "://" in settings.out else Path(settings.out) / "rows"
+
+
+def draft_ids(settings: PrepareSettings, target: Target, rows: Sequence[Row]) -> Tensor | None:
+    """The draft vocabulary that training over the same rows has; None for the whole one."""
+    if settings.draft_vocab is None:
+        return None
+    if isinstance(settings.draft_vocab, str):
+        return read_vocabulary(settings.draft_vocab, target)
+    chosen = draft_vocabulary(target, rows, settings.draft_vocab).draft_ids_W
+    return chosen[chosen < target.tokenizer_size]
+
+
+def summary(settings: PrepareSettings, rows: Sequence[Row], layout: Layout) -> str:
+    """What is stored and how much of it, in one line."""
+    size, tokens = store_bytes(rows, layout), sum(len(row) for row in rows)
+    is_raw = settings.feature_dtype in RAW
+    what = "the last state" if is_raw else f"laws of {settings.top_k} tokens"
+    return (
+        f"features of layers {layout.layers or '(none)'} and {what}: {size / 1e9:.3f} GB, "
+        f"{size / tokens:,.0f} bytes a token"
+    )

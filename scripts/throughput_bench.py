@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from outrider.heads.base import Predicted
 from outrider.heads.fused import Teacher
+from outrider.heads.top_teacher import TopTeacher
 from outrider.scripts import peer_speculators
 from outrider.scripts.peer_trainer import run_peer
 from outrider.train import muon
@@ -139,7 +140,7 @@ class TimedTask(DraftTask):
     loss_seconds = 0.0
 
     @override
-    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
+    def score(self, made: Predicted, teacher: Teacher | TopTeacher, work: DraftWork) -> StepOutput:
         begun = time.perf_counter()
         out = super().score(made, teacher, work)
         self.loss_seconds += time.perf_counter() - begun

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from outrider.data.batches import Features
 from outrider.data.files import write_whole
+from outrider.data.layout import RAW, layout_of
 from outrider.data.rows import Reading, Row, read_rows
-from outrider.data.store import FeatureStore, OnlineFeatures
+from outrider.data.states import OnlineFeatures
+from outrider.data.store import FeatureStore
 from outrider.data.target import Target, default_layers
 from outrider.eval.ceiling import MEASURES, Cost, costs, law_sums, tally
 from outrider.heads.vocab import choose
-from outrider.train.start import supervised
-from outrider.train.vocabulary import count, safe_ids, write_vocabulary
+from outrider.train.vocabulary import count, safe_ids, supervised, write_vocabulary
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADINGS = {"covered": "tokens inside", "mass": "ceiling T=1", "best": "ceiling T=0"}
 
 
@@ -110,9 +110,7 @@ class Choice(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Choose, measure, write, print."""
     settings = tyro.cli(VocabSettings, args=argv, prog="outrider vocab")
-    target = Target.load(
-        settings.target, dtype=DTYPES[settings.target_dtype], device=settings.device
-    )
+    target = Target.load(settings.target, dtype=RAW[settings.target_dtype], device=settings.device)
     always = safe_ids(target.tokenizer, target.eos_ids)
     for size in settings.sizes:  # refused before anything runs
         choose(torch.zeros(target.vocab_size), size, always, target.tokenizer_size)
@@ -170,8 +168,8 @@ def features(settings: VocabSettings, target: Target, rows: Sequence[Row]) -> Fe
     layers = settings.layers
     if layers is None:
         layers = () if settings.last_only else default_layers(target.num_layers)
-    dtype = DTYPES[settings.feature_dtype]
-    return FeatureStore.build_or_open(target, rows, layers=layers, dtype=dtype, root=settings.store)
+    layout = layout_of(target, layers, settings.feature_dtype)
+    return FeatureStore.build_or_open(target, rows, layout=layout, root=settings.store)
 
 
 def choose_all(

@@ -11,9 +11,13 @@ import torch
 from accelerate import Accelerator
 
 from outrider.data.batches import Batches, Features
+from outrider.data.hidden_files import FileStates
+from outrider.data.layout import Layout, layout_of
 from outrider.data.options import chat_notes, parse_options
+from outrider.data.prefetch import Prefetched
 from outrider.data.rows import Counts, Reading, Row, read_rows
-from outrider.data.store import BareRows, FeatureStore, OnlineFeatures
+from outrider.data.states import BareRows, OnlineFeatures
+from outrider.data.store import FeatureStore
 from outrider.data.target import Target
 from outrider.data.template import template_hash
 from outrider.eval.link import tables
@@ -60,15 +64,24 @@ class Ground:
         return self.head.config.aux_layers
 
     @property
-    def store_folder(self) -> Path:
-        """Where features are kept."""
+    def store_folder(self) -> str:
+        """Where features are kept: a folder or a URL."""
         return store_folder(self.settings)
 
 
-def store_folder(settings: Settings) -> Path:
-    """Where a run keeps features and the rows it has read."""
-    given = settings.data.store
-    return Path(given) if given else Path(settings.run.output).parent / "features"
+def store_folder(settings: Settings) -> str:
+    """Where a run keeps features: a folder or a URL."""
+    return settings.data.store or str(_beside(settings))
+
+
+def local_folder(settings: Settings) -> Path:
+    """Where a run keeps the rows it has read and held-out text: with the features, if on disk."""
+    store = store_folder(settings)
+    return _beside(settings) if "://" in store else Path(store)
+
+
+def _beside(settings: Settings) -> Path:
+    return Path(settings.run.output).parent / "features"
 
 
 def reading_of(settings: Settings) -> Reading:
@@ -82,7 +95,7 @@ def reading_of(settings: Settings) -> Reading:
         max_unsupervised=data.max_unsupervised,
         template_options=parse_options(data.template_options),
         workers=data.workers,
-        cache=store_folder(settings) / "rows" if keeps else None,
+        cache=local_folder(settings) / "rows" if keeps else None,
     )
 
 
@@ -117,12 +130,35 @@ def features(ground: Ground) -> Features:
         return BareRows(ground.rows, dtype=ground.target.dtype)
     if data.online:
         return OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
+    states = None
+    if data.hidden_states is not None:
+        states = FileStates(data.hidden_states, ground.target, ground.layers, ground.rows)
     return FeatureStore.build_or_open(
         ground.target,
         ground.rows,
-        layers=ground.layers,
-        dtype=DTYPES[data.feature_dtype],
+        layout=layout(ground),
         root=ground.store_folder,
+        states=states,
+    )
+
+
+def is_stored(settings: Settings) -> bool:
+    """Whether features are read from a store: else the target runs in every step."""
+    return not settings.data.online and settings.tuning is None
+
+
+def layout(ground: Ground) -> Layout:
+    """How features are stored."""
+    data, config = ground.settings.data, ground.head.config
+    draft_ids_W = None
+    if config.is_reduced and data.teacher_over == "draft":
+        draft_ids_W = ground.head.draft_ids_W[: config.num_proposable].cpu()
+    return layout_of(
+        ground.target,
+        ground.layers,
+        data.feature_dtype,
+        top_k=data.top_k,
+        draft_ids_W=draft_ids_W,
     )
 
 
@@ -136,7 +172,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
             print(line)
     with one_first(accelerator):
         source = features(ground)
-        trace = heldout_trace(settings.data, ground.target, ground.layers, ground.store_folder)
+        trace = heldout_trace(settings.data, ground.target, ground.layers, local_folder(settings))
     preflight.check_disjoint(ground.rows, trace)
     for line in preflight.mode_notes(settings.data, trace):
         accelerator.print(line)
@@ -154,7 +190,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     write, score = outlet(ground, trace)
     return Parts(
         task=task_for(ground, dtype),
-        batches=batches,
+        batches=Prefetched(batches, run.accumulation + 1) if is_stored(settings) else batches,
         export=write,
         score=score if trace is not None else None,
         data_claims=data_claims(ground),

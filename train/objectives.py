@@ -25,6 +25,7 @@ from outrider.heads.base import DraftHead, Predicted, States
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
 from outrider.heads.losses import channel_noise, feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
+from outrider.heads.top_teacher import TopTeacher, top_teacher
 from outrider.train import optim
 from outrider.train.kinds import EagleObjective
 from outrider.train.optim import OptimSettings
@@ -110,8 +111,15 @@ class DraftTask(nn.Module):
         """Weighted loss of all predictions, and mean loss and acceptance by unroll step."""
         batch, plan = work.batch, work.plan
         made = self.head.predict(self.seen(batch), plan, self.dtype)
-        state_PH = batch.last_BTH.flatten(0, 1).index_select(0, plan.predicted_P - 1)
-        return self.score(made, teacher_of(self.head, state_PH, made.output_PKD.dtype), work)
+        return self.score(made, self.teacher(work, made.output_PKD.dtype), work)
+
+    def teacher(self, work: DraftWork, dtype: torch.dtype) -> Teacher | TopTeacher:
+        """The laws before the predicted tokens: as stored, or from the target's last states."""
+        law, places_P = work.batch.law, work.plan.predicted_P - 1
+        if law is None:
+            return teacher_of(self.head, states_before(work), dtype)
+        at = law.map(lambda tensor: tensor.flatten(0, 1).index_select(0, places_P))
+        return top_teacher(self.head, at.ids, at.log_probs, at.tail, at.num_rest)
 
     def seen(self, batch: Batch) -> States:
         """What the head reads of a batch."""
@@ -121,7 +129,7 @@ class DraftTask(nn.Module):
         """Weights of the divergence of every pair."""
         return weight_PK
 
-    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
+    def score(self, made: Predicted, teacher: Teacher | TopTeacher, work: DraftWork) -> StepOutput:
         """Loss and measures of the pairs."""
         scored = score_pairs(
             made.output_PKD,
@@ -162,7 +170,7 @@ class Eagle3Task(DraftTask):
             return seen
         aux_BTF = seen.aux_BTF
         if objective.feature_noise_std:
-            counted_BT = (batch.document_BT > 0) & (batch.position_BT > 0)
+            counted_BT = batch.kept_BT & (batch.position_BT > 0)
             aux_BTF = channel_noise(aux_BTF, counted_BT, objective.feature_noise_std)
         return seen._replace(aux_BTF=F.dropout(aux_BTF, objective.feature_dropout))
 
@@ -184,13 +192,18 @@ class Eagle1Task(DraftTask):
         return weight_PK * self.objective.token_weight
 
     @override
-    def score(self, made: Predicted, teacher: Teacher, work: DraftWork) -> StepOutput:
+    def score(self, made: Predicted, teacher: Teacher | TopTeacher, work: DraftWork) -> StepOutput:
         out = super().score(made, teacher, work)
         weight_P = work.weight_PK[:, 0]
-        feature_loss = (smooth_l1(made.columns[0], teacher.state_PH) * weight_P).sum()
+        feature_loss = (smooth_l1(made.columns[0], states_before(work)) * weight_P).sum()
         loss = out.loss + self.objective.feature_weight * feature_loss
         sums = out.sums | {"loss": loss.detach(), "feature_loss": feature_loss.detach()}
         return StepOutput(loss, sums, out.counts | {"feature_loss": weight_P.sum()})
+
+
+def states_before(work: DraftWork) -> Tensor:
+    """The target's last states one position before the predicted tokens [P, H]."""
+    return work.batch.last_BTH.flatten(0, 1).index_select(0, work.plan.predicted_P - 1)
 
 
 TASKS: dict[str, type[DraftTask]] = {"eagle1": Eagle1Task, "eagle3": Eagle3Task}

@@ -10,7 +10,7 @@ from outrider.data.packing import shuffled_packs
 from outrider.data.store import store_bytes
 from outrider.heads import HeadConfig
 from outrider.heads.fused import CHUNK_ELEMENTS
-from outrider.train.assembly import DTYPES, Ground
+from outrider.train.assembly import DTYPES, Ground, is_stored, layout
 from outrider.train.joint_plan import JointNeeds, joint_needs
 from outrider.train.optim import state_bytes
 from outrider.train.preflight import notes
@@ -73,11 +73,9 @@ def describe(ground: Ground) -> str:
 
 def feature_bytes(ground: Ground) -> int:
     """Bytes of all stored features; zero when they are computed in every step."""
-    data = ground.settings.data
-    if data.online or ground.tuning is not None:
+    if not is_stored(ground.settings):
         return 0
-    dtype = DTYPES[data.feature_dtype]
-    return store_bytes(ground.target, ground.rows, ground.layers, dtype)
+    return store_bytes(ground.rows, layout(ground))
 
 
 def target_bytes(ground: Ground) -> int:

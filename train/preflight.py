@@ -124,10 +124,13 @@ def check_batches(batches: Batches, world: int) -> None:
 
 def check_features(batch: Batch) -> None:
     """Non-finite features of a batch, by row."""
+    kinds = [("layers", batch.aux_BTF), ("last state", batch.last_BTH)]
+    if batch.law is not None:
+        kinds.append(("laws", batch.law.log_probs))
     for pack, names in enumerate(batch.row_ids):
         for number, name in enumerate(names, start=1):
             inside_T = batch.document_BT[pack] == number
-            for what, state_BTF in (("layers", batch.aux_BTF), ("last state", batch.last_BTH)):
+            for what, state_BTF in kinds:
                 if not bool(torch.isfinite(state_BTF[pack][inside_T]).all()):
                     raise ValueError(
                         f"row {name} has non-finite features (the target's {what}); compute them "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
+from outrider.data.choices import PACKED, TOP_K
 from outrider.data.options import parse_options
 from outrider.train.joint import JointSettings
 from outrider.train.mixture import parse_terms
@@ -17,6 +18,7 @@ from outrider.train.schedule import ScheduleSettings, check_range
 if TYPE_CHECKING:
     from outrider.heads.objective import Objective
 
+FeatureDtype = Literal["bfloat16", "float32", "int8", "fp8", "int4"]
 SHIPPED = "target"
 """What --init says for the module that the target's checkpoint ships."""
 
@@ -72,8 +74,20 @@ class DataSettings:
     store: str | None = None
     """Folder of stored features; by default a folder `features` beside the output folder."""
 
-    feature_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of stored features."""
+    feature_dtype: FeatureDtype = "bfloat16"
+    """How features are stored: bfloat16 and float32 keep the last state; int8, fp8 and int4 take at
+    most 0.42, 0.42 and 0.25 times the bytes, and keep the target's likeliest tokens instead."""
+
+    top_k: int = TOP_K
+    """int8, fp8, int4: likeliest tokens kept of the target's law before a supervised token."""
+
+    teacher_over: Literal["draft", "target"] = "draft"
+    """int8, fp8, int4: the laws are over the draft vocabulary, or over all of the target's tokens,
+    so that one store serves any draft vocabulary and keeps fewer of each one's tokens."""
+
+    hidden_states: str | None = None
+    """Folder of hidden states that vLLM extracted, or speculators' hs_*.safetensors: these are
+    stored instead of states that the target computes here."""
 
     online: bool = False
     """Run the target in every step and store nothing."""
@@ -82,11 +96,22 @@ class DataSettings:
         check_range("max_length", self.max_length, low=4)
         check_range("workers", self.workers, low=1)
         parse_options(self.template_options)
+        check_range("top_k", self.top_k, low=1)
         check_range("max_unsupervised", self.max_unsupervised, low=0, high=1)
         for name in ("max_tokens", "heldout_rows"):
             value = getattr(self, name)
             if value is not None:
                 check_range(name, value, low=1)
+        if self.online and self.hidden_states is not None:
+            raise ValueError(
+                "online is set and hidden_states too; leave one of them out: online runs the "
+                "target in every step"
+            )
+
+    @property
+    def keeps_laws(self) -> bool:
+        """Whether the store keeps laws in place of the last state."""
+        return self.feature_dtype in PACKED and not self.online
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +323,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.objective.weights(self.num_steps)
+        data, wanted = self.data, self.objective.teacher_top_k
+        if self.tuning is not None:
+            if data.hidden_states is not None:
+                raise ValueError(
+                    "hidden_states is set with joint, where the target changes and its states too; "
+                    "leave it out"
+                )
+        elif data.keeps_laws and wanted is not None and wanted > data.top_k:
+            raise ValueError(
+                f"teacher_top_k is {wanted} and feature_dtype {data.feature_dtype} keeps top_k "
+                f"{data.top_k} tokens of a law; give at most that, or raise top_k"
+            )
 
     @property
     def num_steps(self) -> int:

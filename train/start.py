@@ -1,6 +1,6 @@
 """The head that a run begins with: fresh near its target, or taken over from another."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.data.batches import Batch, Batches
-from outrider.data.rows import FIRST_LABEL, Row
+from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.eval.link import norm_offset, tables
 from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead
@@ -22,9 +22,9 @@ from outrider.train.kinds import EagleHeadSettings
 from outrider.train.settings import SHIPPED, HeadSettings, Settings
 from outrider.train.vocabulary import (
     Vocabulary,
-    choose_vocabulary,
+    draft_vocabulary,
     read_vocabulary,
-    safe_ids,
+    supervised,
     vocabulary_of,
 )
 
@@ -72,13 +72,7 @@ def fresh_vocabulary(
         return None
     if given_W is not None:
         return vocabulary_of(given_W, supervised(rows), target.vocab_size)
-    return choose_vocabulary(
-        supervised(rows),
-        choice.draft_vocab,
-        vocab_size=target.vocab_size,
-        tokenizer_size=target.tokenizer_size,
-        always=safe_ids(target.tokenizer, target.eos_ids),
-    )
+    return draft_vocabulary(target, rows, choice.draft_vocab)
 
 
 def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any]) -> DraftHead:
@@ -94,12 +88,16 @@ def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any])
 
 
 def start_from_states(head: EagleHead, batches: Batches) -> Induction:
-    """Write induction heads from the first packs, the same whatever the batch size."""
+    """Write induction heads from the first packs, the same whatever the batch size.
+
+    Positions that a packed store keeps no states of read as zeros: they leave the sample.
+    """
     single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
     wanted = START_ROWS * head.config.target_hidden_size
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
-        packs.append(single.batch(0, index).to(head.device))
+        pack = single.batch(0, index)
+        packs.append(replace(pack, document_BT=pack.document_BT * pack.kept_BT).to(head.device))
         if sum(pack.num_tokens for pack in packs) >= wanted:
             break
     parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
@@ -117,11 +115,6 @@ def settle(head: DraftHead, choice: HeadSettings) -> None:
         preflight.check_embedding(head.config, choice)
         for weight in head.own_tables:
             weight.requires_grad_(choice.embedding == "trained")
-
-
-def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
-    """The tokens that each row is trained to predict: no draft can be of its first ones."""
-    return (row.ids[FIRST_LABEL:][row.mask[FIRST_LABEL:]] for row in rows)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ V is the target's vocabulary, W the draft's.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.data.files import write_whole
+from outrider.data.rows import FIRST_LABEL, Row
 from outrider.data.target import Target
 from outrider.heads.vocab import choose, coverage
 
@@ -33,6 +34,22 @@ class Vocabulary:
     """Different supervised tokens seen."""
     covered: float
     """Share of supervised tokens inside: a ceiling on acceptance."""
+
+
+def draft_vocabulary(target: Target, rows: Sequence[Row], size: int) -> Vocabulary:
+    """The draft vocabulary of this size that a run over these rows chooses."""
+    return choose_vocabulary(
+        supervised(rows),
+        size,
+        vocab_size=target.vocab_size,
+        tokenizer_size=target.tokenizer_size,
+        always=safe_ids(target.tokenizer, target.eos_ids),
+    )
+
+
+def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
+    """The tokens that each row is trained to predict: no draft can be of its first ones."""
+    return (row.ids[FIRST_LABEL:][row.mask[FIRST_LABEL:]] for row in rows)
 
 
 def choose_vocabulary(

@@ -8,7 +8,7 @@ from outrider.data.batches import Batches, StoredRow
 from outrider.data.chat import Template, encode
 from outrider.data.packing import pack, shuffled_packs
 from outrider.data.rows import Row
-from outrider.data.store import OnlineFeatures
+from outrider.data.states import OnlineFeatures
 
 END = 2
 

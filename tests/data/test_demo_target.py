@@ -16,7 +16,7 @@ from outrider.data import demo_target
 from outrider.data.demo_target import is_whole, smollm2_demo
 from outrider.data.files import locked
 from outrider.data.rows import Reading, read_rows
-from outrider.data.store import OnlineFeatures
+from outrider.data.states import OnlineFeatures
 from outrider.data.target import Target, default_layers
 
 WEIGHTS = b"weights"

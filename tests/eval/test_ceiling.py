@@ -9,8 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.batches import StoredRow
+from outrider.data.layout import Raw
 from outrider.data.rows import Row
-from outrider.data.store import FeatureStore, OnlineFeatures
+from outrider.data.states import OnlineFeatures
+from outrider.data.store import FeatureStore
 from outrider.data.target import Target
 from outrider.eval import ceiling
 from outrider.eval.certificate.node_law import node_law
@@ -119,10 +121,8 @@ def test_no_chunk_holds_more_than_it_may(target, monkeypatch):
 
 
 def test_stored_features_give_the_same(target, tmp_path):
-    rows = make_rows()
-    stored = FeatureStore.build_or_open(
-        target, rows, layers=(), dtype=torch.float64, root=tmp_path, progress=False
-    )
+    rows, layout = make_rows(), Raw(layers=(), width=target.hidden_size, dtype=torch.float64)
+    stored = FeatureStore.build_or_open(target, rows, layout=layout, root=tmp_path, progress=False)
     assert off_by(ceiling.tally(target, stored, CHOICES), brute_force(target, rows)) < 1e-9
 
 

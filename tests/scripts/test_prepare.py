@@ -1,16 +1,24 @@
 """`outrider prepare`, `outrider target`: size first, a budget, and a store that training finds."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.layout import layout_of
 from outrider.data.rows import Reading, read_rows
+from outrider.data.states import TargetStates
 from outrider.data.store import FeatureStore
 from outrider.data.target import Target
 from outrider.scripts import prepare_command, target_command
+from outrider.train.assembly import features, lay_ground
+from outrider.train.kinds import EagleRun
+from outrider.train.recipe import parse
+from outrider.train.vocabulary import write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,11 @@ def test_training_finds_what_was_prepared(folder, tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(Target, "run", never)
     stored = FeatureStore.build_or_open(
-        target, rows, layers=(2, 4, 5), dtype=torch.bfloat16, root=tmp_path, progress=False
+        target,
+        rows,
+        layout=layout_of(target, (2, 4, 5), "bfloat16"),
+        root=tmp_path,
+        progress=False,
     )
     assert stored.row(3).aux_TF.shape == (6, 96)
 
@@ -105,3 +117,121 @@ def test_settings_that_contradict_each_other_end_with_status_2(
 def test_the_target_command_prints_the_folder(folder, capsys):
     target_command.main([str(folder / "model")])
     assert capsys.readouterr().out.strip() == str(folder / "model")
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.42), ("int4", 0.25)])
+def test_packed_features_are_announced_by_size_and_found_by_training(
+    folder, tmp_path, capsys, monkeypatch, form, most
+):
+    packed = ["--feature-dtype", form, "--draft-vocab", "20", "--top-k", "4"]
+    prepare_command.main(arguments(folder, "--out", str(tmp_path), *packed))
+    printed = capsys.readouterr().out
+    assert "features of layers (2, 4, 5) and laws of 4 tokens: 0.000 GB" in printed
+    assert "bytes a token" in printed
+
+    def never(*_, **__):
+        raise AssertionError("the target ran again")
+
+    monkeypatch.setattr(TargetStates, "of", never)
+    words = [*arguments(folder), "--store", str(tmp_path), "--output", str(tmp_path / "run")]
+    ground = lay_ground(parse([*words, *packed], EagleRun), torch.device("cpu"))
+    assert features(ground).row(3).law.ids.shape == (6, 4)
+
+
+def test_laws_over_a_vocabulary_file_and_rows_are_found_by_training(
+    folder, tmp_path, capsys, monkeypatch
+):
+    ids_W = torch.tensor([*range(12), *range(20, 26)])
+    target = Target.load(str(folder / "model"))
+    write_vocabulary(tmp_path / "ids.json", ids_W, target, {})
+    packed = ["--feature-dtype", "int8", "--draft-vocab", str(tmp_path / "ids.json")]
+    packed += ["--row-report", str(tmp_path / "report.jsonl")]
+    prepare_command.main(arguments(folder, "--out", str(tmp_path / "store"), *packed))
+    assert len((tmp_path / "report.jsonl").read_text().splitlines()) == 20
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "rows").iterdir()}
+    assert kept
+    monkeypatch.setattr(TargetStates, "of", lambda *_: pytest.fail("the target ran again"))
+    words = [
+        *arguments(folder),
+        "--store",
+        str(tmp_path / "store"),
+        "--output",
+        str(tmp_path / "r"),
+    ]
+    ground = lay_ground(parse([*words, *packed], EagleRun), torch.device("cpu"))
+    assert set(features(ground).row(3).law.ids[2].tolist()) <= set(ids_W.tolist())
+    rows = (tmp_path / "store" / "rows").iterdir()
+    assert {path: path.stat().st_mtime_ns for path in rows} == kept
+
+
+def test_a_store_in_a_cloud_keeps_its_rows_nowhere(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    prepare_command.main(arguments(folder, "--out", "memory://prepared"))
+    assert "20 rows in memory://prepared/" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_draft_vocab_without_laws_is_refused(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        prepare_command.main(arguments(folder, "--out", str(tmp_path), "--draft-vocab", "20"))
+    err = " ".join(capsys.readouterr().err.replace("\u2502", "").split())
+    assert "draft_vocab is 20 with feature_dtype bfloat16, which keeps no laws" in err
+
+
+def test_c18_what_changes_the_numbers_rebuilds_the_store_and_nothing_else_does(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """C18, through the command, on files that change at the same path."""
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(folder / "model", model)
+    shutil.copy(folder / "rows.jsonl", rows)
+    computed = []
+    of = TargetStates.of
+
+    def counted(self, chosen):
+        computed.extend(chosen)
+        return of(self, chosen)
+
+    monkeypatch.setattr(TargetStates, "of", counted)
+
+    def rebuilt(**changes):
+        given = {"max-length": 16, "feature-dtype": "int8", "draft-vocab": 20, "top-k": 4}
+        words = ["--target", str(model), "--data", str(rows), "--out", str(tmp_path / "out")]
+        for name, value in (given | changes).items():
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+        computed.clear()
+        prepare_command.main(words)
+        return len(computed) == 20
+
+    def edited(path, old, new):
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    assert rebuilt()
+    assert not rebuilt()
+    assert rebuilt(**{"max-length": 5})
+    assert rebuilt(**{"draft-vocab": 21})
+    assert rebuilt(layers=(1, 4, 5))
+    assert rebuilt(**{"feature-dtype": "int4"})
+    assert rebuilt(**{"top-k": 5})
+    assert rebuilt(**{"target-dtype": "bfloat16"})
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert rebuilt()
+    edited(model / "tokenizer.json", '"w63": 63', '"v63": 63')
+    assert rebuilt()
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.7.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert rebuilt()
+    edited(rows, "[3, 4, 5", "[3, 4, 6")
+    assert rebuilt()
+    assert not rebuilt()
+    assert not rebuilt(**{"max-gigabytes": 1, "device": "cpu"})  # as a log setting, no number's
+    capsys.readouterr()
+    shards = sorted(
+        (tmp_path / "out").rglob("*.safetensors"), key=lambda path: path.stat().st_mtime
+    )
+    shards[-1].write_bytes(shards[-1].read_bytes()[:-3])  # half written
+    assert rebuilt()

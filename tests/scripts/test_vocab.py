@@ -209,7 +209,7 @@ def test_stored_features_serve_again(folder, tmp_path, monkeypatch):
     flags = ("--by", "mass", "--store", str(tmp_path / "store"), "--last-only")
     flags = (*flags, "--feature-dtype", "float32")
     vocab_command.main(arguments(folder, tmp_path / "a", *flags))
-    monkeypatch.setattr("outrider.data.store._features", lambda *_: pytest.fail("ran again"))
+    monkeypatch.setattr("outrider.data.states.TargetStates.of", lambda *_: pytest.fail("ran again"))
     vocab_command.main(arguments(folder, tmp_path / "b", *flags))
     ours, theirs = (json.loads((tmp_path / x / "mass-16.json").read_text()) for x in "ab")
     assert ours == theirs

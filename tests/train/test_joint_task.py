@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
-from outrider.data.store import BareRows
+from outrider.data.states import BareRows
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.heads import MedusaConfig, MedusaHead

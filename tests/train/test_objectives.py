@@ -310,6 +310,23 @@ def test_fused_features_are_disturbed_in_training_only_and_the_same_for_the_same
     assert not torch.equal(teacher, plain(plain.prepare(batch)).loss)
 
 
+def test_noise_is_measured_where_states_are_kept() -> None:
+    """Zeros, which a packed store gives for what it does not keep, would make it smaller."""
+    head = make_head("eagle3", 25)
+    (batch,) = packed(memory([[0] * 4 + [1] * 8, [1] * 7]), 20)
+    is_cut_T = batch.position_BT[0] >= 5
+    batch.aux_BTF[0, is_cut_T] = 0
+    batch.last_BTH[0, is_cut_T] = 0
+    task = task_of(head, EagleObjective(feature_noise_std=0.3), num_steps=3)  # pyrefly: ignore
+    torch.manual_seed(0)
+    noise_TF = (task.seen(batch).aux_BTF - batch.aux_BTF)[0]
+    kept_T = (batch.position_BT[0] > 0) & ~is_cut_T
+    torch.manual_seed(0)
+    normal_TF = torch.randn(batch.aux_BTF.shape, dtype=noise_TF.dtype)[0]
+    spread_F = batch.aux_BTF[0, kept_T].std(0, correction=0)
+    torch.testing.assert_close(noise_TF, normal_TF * 0.3 * spread_F)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", *KINDS])
 def test_bf16_computes_near_fp32_and_gives_fp32_gradients(kind: str) -> None:
     head = make_task(kind).head.float()

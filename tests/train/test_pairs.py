@@ -9,7 +9,7 @@ import torch
 
 from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Reading, read_rows
-from outrider.data.store import OnlineFeatures
+from outrider.data.states import OnlineFeatures
 from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.heads import CONFIGS, HEADS, DraftHead

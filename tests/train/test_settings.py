@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.data.choices import PACKED
+from outrider.data.quantise import CODECS
 from outrider.heads.losses import OBJECTIVES
 from outrider.train import recipe
 from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
@@ -136,6 +138,13 @@ def test_every_entry_has_its_own_help_and_survives_being_saved(
         (MedusaRun, ["--unroll-steps", "2"], "Unrecognized options"),
         (HydraRun, ["--head", "medusa"], "invalid choice"),
         (MedusaRun, ["--joint", "lora", "--normalise", "document"], "token by token"),
+        (MedusaRun, ["--joint", "full", "--hidden-states", "x"], "hidden_states is set with joint"),
+        (MedusaRun, ["--step-weights", "1"], "step_weights has 1 numbers for"),
+        (
+            MedusaRun,
+            ["--feature-dtype", "fp8", "--top-k", "9", "--teacher-top-k", "10"],
+            "teacher_top_k is 10 and feature_dtype fp8 keeps top_k 9 tokens",
+        ),
     ],
 )
 def test_wrong_values_of_other_kinds_are_refused(
@@ -208,6 +217,7 @@ def test_files_for_accelerate_are_not_recipes(tmp_path: Path) -> None:
         (["--seed", "-1"], "seed is -1; allowed: at least 0"),
         (["--stop-after-steps", "0"], "stop_after_steps is 0"),
         (["--waive", "head"], "waive is 'head'; allowed: optimizer, schedule"),
+        (["--feature-dtype", "int8", "--teacher-top-k", "45"], "teacher_top_k is 45"),
         (["--on-long", "split"], "invalid choice"),
         (["--precision", "fp16"], "invalid choice"),
     ],
@@ -303,3 +313,19 @@ def test_every_part_of_the_objective_has_a_flag(tmp_path: Path) -> None:
     text = to_yaml(settings)
     again = parse(["--recipe", str(write(tmp_path / "again.yaml", text))])
     assert again.objective == settings.objective
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--feature-dtype", "int8", "--teacher-top-k", "44"],
+        ["--feature-dtype", "int8", "--online", "--teacher-top-k", "45"],
+        ["--teacher-top-k", "45"],
+    ],
+)
+def test_laws_may_be_cut_to_what_is_known_of_them(flags: list[str]) -> None:
+    assert recipe.parse([*NEEDED, *flags], EagleRun).objective.divergence().top_k in (44, 45)
+
+
+def test_packed_forms_are_those_that_there_are() -> None:
+    assert set(PACKED) == set(CODECS)

@@ -1,0 +1,73 @@
+"""A store behind a URL: uploaded whole, read through a local copy, completed from anywhere."""
+
+import fsspec
+import pytest
+import torch
+
+from outrider.data import store as store_module
+from outrider.data.folders import folder_at
+from outrider.data.layout import layout_of
+from outrider.data.rows import Row
+from outrider.data.states import TargetStates
+from outrider.data.store import FeatureStore
+
+LAYERS = (1, 3, 5)
+
+
+def make_rows(count=9):
+    made = torch.Generator().manual_seed(1)
+    return [
+        Row(torch.randint(3, 300, (9,), generator=made), torch.arange(9) >= 3, f"r{i}", "", 3)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(params=["memory://stores", "file"])
+def root(request, tmp_path, monkeypatch):
+    """A place that every machine sees; each machine has a cache of its own."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "one"))
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 27)
+    if request.param == "file":
+        return f"file://{tmp_path / 'shared'}"
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/stores"):
+        memory.rm("/stores", recursive=True)
+    return request.param
+
+
+def build(target, root, states=None):
+    layout = layout_of(target, LAYERS, "int8", top_k=5)
+    return FeatureStore.build_or_open(
+        target, make_rows(), layout=layout, root=root, states=states, progress=False
+    )
+
+
+class Never(TargetStates):
+    def of(self, rows):
+        raise AssertionError("the target ran again")
+
+
+def test_another_machine_reads_what_one_has_stored(target, root, tmp_path, monkeypatch):
+    first = build(target, root)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "two"))
+    second = build(target, root, states=Never(target, LAYERS))
+    assert first.folder.local != second.folder.local
+    for index in range(9):
+        ours, theirs = first.row(index), second.row(index)
+        assert torch.equal(ours.aux_TF, theirs.aux_TF)
+        assert torch.equal(ours.law.log_probs, theirs.law.log_probs)
+
+
+def test_a_shard_that_is_cut_short_there_is_built_again(target, root, tmp_path, monkeypatch):
+    first = build(target, root)
+    files, place = fsspec.core.url_to_fs(f"{first.folder.name}/features-000001.safetensors")
+    content = files.cat_file(place)
+    files.pipe_file(place, content[:-7])
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "two"))
+    build(target, root)
+    assert files.cat_file(place) == content
+
+
+def test_an_address_that_nothing_opens_is_refused():
+    with pytest.raises(ValueError, match="store 'nowhere://x/y' cannot be opened"):
+        folder_at("nowhere://x", "y")
