@@ -94,12 +94,17 @@ def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any])
 
 
 def start_from_states(head: EagleHead, batches: Batches) -> Induction:
-    """Write induction heads from the first packs, the same whatever the batch size."""
+    """Write induction heads from the first packs, the same whatever the batch size.
+
+    Raises ValueError for features that are not finite, by row.
+    """
     single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
     wanted = START_ROWS * head.config.target_hidden_size
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
-        packs.append(single.batch(0, index).to(head.device))
+        pack = single.batch(0, index)
+        preflight.check_features(pack)
+        packs.append(pack.to(head.device))
         if sum(pack.num_tokens for pack in packs) >= wanted:
             break
     parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
