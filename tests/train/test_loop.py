@@ -346,3 +346,11 @@ def test_launched_processes_train_as_one_does(
     )
     assert state["world"] == num_processes
     assert json.loads(lines[-1])["tokens"] == 2 * 399
+
+
+def test_only_the_ratios_of_step_weights_matter(train: Train) -> None:
+    tiny = train("--step-weights", "3.814697265625e-06", "1.9073486328125e-06", output="tiny")
+    usual = train("--step-weights", "1", "0.5", output="usual")
+    theirs = load_file(usual / "last" / "model.safetensors")
+    for name, value in load_file(tiny / "last" / "model.safetensors").items():
+        assert torch.equal(value, theirs[name]), name
