@@ -173,7 +173,11 @@ class DecoderConfig(HeadConfig):
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads "
                 f"({self.num_kv_heads})"
             )
-        rotary(self.rope, self.head_dim)
+        if 2 * len(rotary(self.rope, self.head_dim).inverse_R) > self.head_dim:
+            raise ValueError(
+                f"head_dim is {self.head_dim}; rotary positions turn pairs of channels, so give an "
+                "even number"
+            )
 
     def window(self, layer: int) -> int | None:  # noqa: ARG002 - heads with windows say of which
         """How many positions a row of this layer sees, itself included; None is all before it."""

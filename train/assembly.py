@@ -27,7 +27,7 @@ from outrider.heads.formats import save_head
 from outrider.train import preflight
 from outrider.train.joint_task import JointTask
 from outrider.train.objectives import DraftTask, task_of
-from outrider.train.parts import Parts, Score
+from outrider.train.parts import Parts, Score, Source
 from outrider.train.settings import Settings, identity
 from outrider.train.start import make_head, settle, start_from_states
 from outrider.train.tuned_pair import TunedPair, texts_of
@@ -190,12 +190,19 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     write, score = outlet(ground, trace)
     return Parts(
         task=task_for(ground, dtype),
-        batches=Prefetched(batches, run.accumulation + 1) if is_stored(settings) else batches,
+        batches=ahead(batches, settings, accelerator.device),
         export=write,
         score=score if trace is not None else None,
         data_claims=data_claims(ground),
         identity=identity(settings),
     )
+
+
+def ahead(batches: Batches, settings: Settings, device: torch.device) -> Source:
+    """Batches read ahead in a thread; on a CPU that thread would take a core from the step."""
+    if device.type == "cpu" or not is_stored(settings):
+        return batches
+    return Prefetched(batches, settings.run.accumulation + 1)
 
 
 def task_for(ground: Ground, dtype: torch.dtype | None) -> DraftTask:

@@ -59,14 +59,9 @@ class OptimSettings:
 
 def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
     """Optimisers over the head's own parameters; each group remembers its peak rate."""
-    named = [(name, value) for name, value in head.named_parameters() if value.requires_grad]
-    tables = ("lm_head", "embed_tokens")
-    is_inner = {
-        name: value.ndim == 2 and not any(table in name for table in tables)
-        for name, value in named
-    }
-    inner = [value for name, value in named if optim.optimizer == "muon" and is_inner[name]]
-    rest = [value for name, value in named if not (optim.optimizer == "muon" and is_inner[name])]
+    inner = inner_matrices(head, optim)
+    taken = {id(value) for value in inner}
+    rest = [x for x in head.parameters() if x.requires_grad and id(x) not in taken]
     groups = [
         {
             "params": [value for value in rest if (value.ndim > 1) == decays],
@@ -86,6 +81,19 @@ def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
     return found
+
+
+def inner_matrices(head: nn.Module, optim: OptimSettings) -> list[Tensor]:
+    """The trained matrices that Muon moves: none of a table, and none under AdamW."""
+    if optim.optimizer != "muon":
+        return []
+    return [
+        value
+        for name, value in head.named_parameters()
+        if value.requires_grad
+        and value.ndim == 2
+        and not any(table in name for table in ("lm_head", "embed_tokens"))
+    ]
 
 
 def _by_split(
@@ -127,6 +135,9 @@ def clip(parameters: Iterable[Tensor], limit: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(with_grad, limit if limit > 0 else math.inf)
 
 
-def state_bytes(num_parameters: int, *, has_average: bool = False) -> int:
-    """Bytes of fp32 weights, gradients and two moments, and of the weights' average."""
-    return num_parameters * 4 * (5 if has_average else 4)
+def state_bytes(num_parameters: int, *, num_inner: int = 0, has_average: bool = False) -> int:
+    """Bytes of fp32 weights, gradients and moments, and of the weights' average.
+
+    AdamW keeps two moments of a parameter; Muon one, of the `num_inner` that it moves.
+    """
+    return 4 * (num_parameters * (5 if has_average else 4) - num_inner)

@@ -12,7 +12,7 @@ from outrider.heads import HeadConfig
 from outrider.heads.fused import CHUNK_ELEMENTS
 from outrider.train.assembly import DTYPES, Ground, is_stored, layout
 from outrider.train.joint_plan import JointNeeds, joint_needs
-from outrider.train.optim import state_bytes
+from outrider.train.optim import inner_matrices, state_bytes
 from outrider.train.preflight import notes
 from outrider.train.recipe import to_yaml
 
@@ -34,7 +34,8 @@ def describe(ground: Ground) -> str:
     frozen = sum(value.numel() for value in head.parameters()) - parameters
     disk = feature_bytes(ground)
     has_average = settings.optim.ema is not None
-    state = state_bytes(trained, has_average=has_average)
+    inner = sum(value.numel() for value in inner_matrices(head, settings.optim))
+    state = state_bytes(trained, num_inner=inner, has_average=has_average)
     exports = 2 * (parameters + frozen) * 4 + 3 * joint.export
     checkpoints = (run.keep_last + 1) * (state - trained * 4 + frozen * 4) + exports
     free = shutil.disk_usage(existing(Path(run.output))).free

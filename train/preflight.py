@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from outrider.heads import DraftHead, EagleConfig, HeadConfig, Tables
 from outrider.heads.formats import load_head, save_head
 from outrider.heads.formats.engines import limits
 from outrider.train.kinds import EagleHeadSettings
+from outrider.train.recipe import ENTRIES, kinds_of
 from outrider.train.settings import DataSettings, HeadSettings, Settings
 from outrider.train.vocabulary import Vocabulary
 
@@ -50,10 +52,22 @@ def check_warm_start(config: HeadConfig, choice: HeadSettings) -> None:
         asked, has = getattr(choice, name), getattr(config, there)
         if asked not in (None, False) and asked != has:
             raise ValueError(
-                f"{name} is {asked} but the head in init {choice.init!r} has {has}; leave it out "
-                "to keep the head's own"
+                f"{name} is {asked} but the head in init {choice.init!r} has {has}; "
+                f"{_to_keep(name, has, choice)}"
                 + (", or add --rebuild-vocab" if name == "draft_vocab" else "")
             )
+
+
+def _to_keep(name: str, has: object, choice: HeadSettings) -> str:
+    """How to keep what the head in init has: a setting with a default of its own must be given."""
+    if name == "head":
+        runs = [run for run in ENTRIES if has in kinds_of(run)]
+        if choice.head not in kinds_of(runs[0]):
+            return f"{ENTRIES[runs[0]]} goes on with it"
+    default = next(field.default for field in fields(choice) if field.name == name)
+    if getattr(choice, name) == default:
+        return f"give --{name.replace('_', '-')} {has}"
+    return "leave it out to keep the head's own"
 
 
 def check_embedding(config: EagleConfig, choice: EagleHeadSettings) -> None:

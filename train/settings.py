@@ -212,6 +212,7 @@ class ObjectiveSettings:
             check_range("teacher_top_k", self.teacher_top_k, low=1)
         for weight in self.step_weights or ():
             check_range("step_weights", weight, above=0)
+            check_range("step_weights", weight, low=1e-6, high=1e6)  # others are lost in fp32
         parse_terms(self.loss)
 
     def divergence(self) -> "Objective":

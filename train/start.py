@@ -90,13 +90,15 @@ def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any])
 def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     """Write induction heads from the first packs, the same whatever the batch size.
 
-    Positions that a packed store keeps no states of read as zeros: they leave the sample.
+    Positions that a packed store keeps no states of read as zeros: they leave the sample. Raises
+    ValueError for features that are not finite, by row.
     """
     single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
     wanted = START_ROWS * head.config.target_hidden_size
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
         pack = single.batch(0, index)
+        preflight.check_features(pack)
         packs.append(replace(pack, document_BT=pack.document_BT * pack.kept_BT).to(head.device))
         if sum(pack.num_tokens for pack in packs) >= wanted:
             break

@@ -238,6 +238,8 @@ def test_default_layers():
         ({}, {"kind": "eagle1", "sliding_window": 4}, "sliding_window set for an eagle1 head"),
         ({}, {"kind": "eagle1", "num_layers": 2}, "num_layers set for an eagle1 head"),
         ({}, {"num_heads": 3}, "num_heads is 3; it must be a multiple of num_kv_heads (2)"),
+        ({}, {"head_dim": 7}, "head_dim is 7; rotary positions turn pairs"),
+        ({}, {"head_dim": 1}, "head_dim is 1; rotary positions turn pairs"),
     ],
 )
 def test_refusals(changes: dict[str, Any], settings: dict[str, Any], message: str):

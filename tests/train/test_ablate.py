@@ -62,7 +62,7 @@ def test_every_run_is_a_command_line_that_differs_from_the_first() -> None:
     for name, settings in zip(RUNS, seen, strict=True):
         changed = {key for key, value in settings.items() if value != first[key]} - {"output"}
         words = [word[2:] for word in shlex.split(RUNS[name]) if word.startswith("--")]
-        assert changed == {word.replace("-", "_") for word in words}, name
+        assert changed == {word.removeprefix("no-").replace("-", "_") for word in words}, name
         assert settings["output"] == f"runs/ablate/{name}"
     assert Settings().runs == tuple(RUNS)[: ablate.MOST_RUNS]
 
@@ -79,9 +79,9 @@ def test_runs_can_be_listed_without_training(
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
-        (("base", "nothing"), "choose of base, tv"),
+        (("base", "nothing"), "choose of base, plain_start"),
         (("base", "base"), "each once"),
-        ((), "choose of base, tv"),
+        ((), "choose of base, plain_start"),
     ],
 )
 def test_runs_that_do_not_exist_are_refused(runs: tuple[str, ...], said: str) -> None:

@@ -122,7 +122,20 @@ def test_another_kinds_head_is_refused(run: Run, capsys: pytest.CaptureFixture[s
     old = run("medusa", output="old") / "last"
     with pytest.raises(SystemExit):
         run("mtp", "--init", str(old), output="new")
-    assert "head is mtp but the head in init" in capsys.readouterr().err
+    assert "has medusa; train/medusa.py goes on with it" in capsys.readouterr().err
+
+
+def test_a_default_other_than_the_head_in_init_is_to_be_given(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody can leave out what nobody gave."""
+    old = run("hydra", "--num-draft-layers", "1", output="old") / "last"
+    run("hydra", "--init", str(old), "--num-draft-layers", "1", "--plan")
+    with pytest.raises(SystemExit):
+        run("hydra", "--init", str(old), "--plan")
+    said = capsys.readouterr().err
+    assert "num_draft_layers is 2 but" in said
+    assert "has 1; give --num-draft-layers 1" in said
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,11 @@ def test_plan_prints_and_spends_nothing(
         assert word in text
 
 
-def test_an_unused_setting_of_ground_is_none(target_folder: Path, rows_file: Path) -> None:
-    argv = ["--target", str(target_folder), "--data", str(rows_file), "--output", "unused"]
+def test_an_unused_setting_of_ground_is_none(
+    target_folder: Path, rows_file: Path, tmp_path: Path
+) -> None:
+    output = str(tmp_path / "unused")
+    argv = ["--target", str(target_folder), "--data", str(rows_file), "--output", output]
     ground = lay_ground(parse(argv, EagleRun), torch.device("cpu"))
     assert ground.vocabulary is None
     assert not ground.head.config.is_reduced
@@ -343,3 +346,11 @@ def test_launched_processes_train_as_one_does(
     )
     assert state["world"] == num_processes
     assert json.loads(lines[-1])["tokens"] == 2 * 399
+
+
+def test_only_the_ratios_of_step_weights_matter(train: Train) -> None:
+    tiny = train("--step-weights", "3.814697265625e-06", "1.9073486328125e-06", output="tiny")
+    usual = train("--step-weights", "1", "0.5", output="usual")
+    theirs = load_file(usual / "last" / "model.safetensors")
+    for name, value in load_file(tiny / "last" / "model.safetensors").items():
+        assert torch.equal(value, theirs[name]), name

@@ -1,13 +1,16 @@
 """Muon against float64 singular value decompositions and a from-scratch reference."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.train import muon
+from outrider.train import muon, optim
 from outrider.train.muon import COEFFICIENTS, Muon, Split, orthogonalise
+from outrider.train.optim import OptimSettings, inner_matrices, state_bytes
 
 
 def polar(x_MN: Tensor) -> Tensor:
@@ -136,3 +139,18 @@ def test_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         right = muon.orthogonalise
         planted.setattr(muon, "orthogonalise", lambda x, k: right(x, k * 1.1))  # another size
         assert deviation(None) > 2e-4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_state_is_as_large_as_planned(optimizer: Literal["adamw", "muon"]) -> None:
+    head = nn.ModuleDict({"inner": nn.Linear(7, 5), "lm_head": nn.Linear(5, 3, bias=False)})
+    settings = OptimSettings(optimizer=optimizer)
+    sum((value**2).sum() for value in head.parameters()).backward()
+    kept = [*head.parameters(), *(value.grad for value in head.parameters())]
+    for one in optim.build(head, settings):
+        one.step()
+        kept += [x for state in one.state.values() for x in state.values() if x.ndim]
+    inner = sum(value.numel() for value in inner_matrices(head, settings))
+    assert inner == (35 if optimizer == "muon" else 0)
+    planned = state_bytes(55, num_inner=inner)
+    assert planned == sum(value.numel() * value.element_size() for value in kept)

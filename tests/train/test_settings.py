@@ -284,6 +284,8 @@ def test_an_average_that_never_moves_is_refused(capsys: pytest.CaptureFixture[st
         (["--teacher-top-k", "0"], "teacher_top_k is 0; allowed: at least 1"),
         (["--loss-temperature", "0"], "loss_temperature is 0.0; allowed: above 0"),
         (["--step-weights", "1", "0"], "step_weights is 0.0; allowed: above 0"),
+        (["--step-weights", "1e-60", "1e-60"], "step_weights is 1e-60; allowed: at least 1e-06"),
+        (["--step-weights", "1e60", "1e60"], "step_weights is 1e+60; allowed: at least 1e-06"),
         (["--step-weights", "1", "0.5"], "step_weights has 2 numbers for 7 draft steps"),
     ],
 )

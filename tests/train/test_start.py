@@ -1,6 +1,7 @@
 """New heads start with induction heads, the same in every layout, unless told not to."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.data.batches import Batches
+from outrider.data.batches import Batches, StoredRow
 from outrider.data.layout import layout_of
 from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.states import OnlineFeatures
@@ -139,3 +140,24 @@ def test_a_run_says_and_does_what_the_flag_asks(
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         first_losses.append(json.loads(lines[0])["loss"])
     assert first_losses[0] != first_losses[1]
+
+
+def test_a_row_whose_features_are_not_finite_is_named(
+    wide_folder: Path, repeated_rows: Path
+) -> None:
+    target = Target.load(str(wide_folder))
+    rows, _ = read_rows(str(repeated_rows), target, Reading(max_length=64))
+    head = EagleHead(EagleConfig.from_target(target.config)).attach(tables(target))
+    source = OnlineFeatures(target, rows, layers=head.config.aux_layers)
+    whole = source.rows
+
+    def broken(indices: Sequence[int]) -> list[StoredRow]:
+        found = whole(indices)
+        return [
+            row._replace(aux_TF=row.aux_TF / 0) if index == 17 else row
+            for index, row in zip(indices, found, strict=True)
+        ]
+
+    source.rows = broken  # pyrefly: ignore[bad-assignment] - as a target that overflows
+    with pytest.raises(ValueError, match="row r17 has non-finite features"):
+        start_from_states(head, Batches(source, size=64, batch_size=1, seed=5))
