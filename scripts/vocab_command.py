@@ -50,9 +50,10 @@ class VocabSettings:
     heldout: str | None = None
     """Other rows to measure on: a vocabulary looks best on the rows it was chosen from."""
 
-    store: Path | None = None
-    """Folder of stored features, as outrider prepare and training have it; the rows' features are
-    read from there or written there. Without it the target runs again in every pass."""
+    store: str | None = None
+    """Folder or URL of stored features, as outrider prepare and training have it; those of the rows
+    are read from there or written there. int8, fp8 and int4 stores keep no last states and do not
+    serve. Without it the target runs again in every pass."""
 
     layers: tuple[int, ...] | None = None
     """With store: the layers stored beside the last state; 2, n/2, n-3 when left out."""
