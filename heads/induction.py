@@ -12,6 +12,7 @@ Letters: N sample rows, F fused feature inputs, H target hidden size, D draft hi
 C channels of a token code, J copying heads, E head size, W draft vocabulary.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,20 +85,16 @@ def start_induction(head: EagleHead, states: States, document_BT: Tensor) -> Ind
     config, layer = head.config, head.layer
     kept_N = position_N > 0
     if int(kept_N.sum()) < 2 * LEAST_CHANNELS:
-        return Induction(0, 0, 0.0, "the sample has too few positions")
+        return declined("the sample has too few positions")
     heads = copying_heads(
         config.num_heads, config.num_kv_heads, config.hidden_size, config.head_dim
     )
-    channels = still_channels(
-        rotary(config.rope, config.head_dim), config.head_dim, int(position_N.max())
-    )
+    distance = min(int(position_N.max()), config.window(0) or sys.maxsize)
+    channels = still_channels(rotary(config.rope, config.head_dim), config.head_dim, distance)
     room = int(config.hidden_size * LARGEST_CODES) // len(heads)
     channels = channels[:room]
     if len(channels) < LEAST_CHANNELS:
-        return Induction(
-            0,
-            0,
-            0.0,
+        return declined(
             f"{len(channels)} channels of each head can hold a token code (at least "
             f"{LEAST_CHANNELS}); the others turn too fast or there is no room",
         )
@@ -107,18 +104,22 @@ def start_induction(head: EagleHead, states: States, document_BT: Tensor) -> Ind
     state_NH = fused_NF[:, : config.target_hidden_size]
     codes = token_codes(embed_ND, state_NH, len(heads), len(channels))
     if codes.fit < LEAST_FIT:
-        return Induction(
-            0,
-            0,
-            codes.fit,
+        return declined(
             f"the first fused layer tells its own token badly (R2 {codes.fit:.2f}, at least "
             f"{LEAST_FIT}); fuse an earlier layer (--aux-layers)",
+            codes.fit,
         )
-    size = _write_fc(head, codes, fused_NF)
+    room_DX = code_room(head, codes.read_HX.shape[1])
+    size = _write_fc(head, codes, room_DX, fused_NF)
     scale = (MATCH_SCORE * config.head_dim**0.5 / len(channels)) ** 0.5
-    _write_keys(head, codes, heads, channels, scale)
+    _write_keys(head, codes, room_DX, heads, channels, scale)
     _write_values(head, codes, heads, embed_ND, ids_N, COPY_SHARE * size)
     return Induction(len(heads), len(channels), codes.fit)
+
+
+def declined(reason: str, fit: float = 0.0) -> Induction:
+    """What is returned where the head is left as it is."""
+    return Induction(0, 0, fit, reason)
 
 
 def copying_heads(num_heads: int, num_kv_heads: int, width: int, head_dim: int) -> list[int]:
@@ -178,14 +179,13 @@ def ridge(given_NX: Tensor, wanted_NY: Tensor) -> Tensor:
     return (solved_XY / spread_X[:, None]).to(torch.float32)
 
 
-def _write_fc(head: EagleHead, codes: Codes, fused_NF: Tensor) -> float:
+def _write_fc(head: EagleHead, codes: Codes, room_DX: Tensor, fused_NF: Tensor) -> float:
     """Put the codes where the output head hardly looks; returns the features' usual size."""
     fc_DF, width = head.fc.weight, codes.read_HX.shape[0]
     feature_ND = fused_NF @ fc_DF.float().T
     size = float(feature_ND.pow(2).mean(-1).sqrt().median())
-    hidden_DX = code_room(head, codes.read_HX.shape[1])
-    fc_DF.sub_((hidden_DX @ (hidden_DX.T @ fc_DF.float())).to(fc_DF.dtype))
-    fc_DF[:, :width] += (hidden_DX @ codes.read_HX.T * size).to(fc_DF.dtype)
+    fc_DF.sub_((room_DX @ (room_DX.T @ fc_DF.float())).to(fc_DF.dtype))
+    fc_DF[:, :width] += (room_DX @ codes.read_HX.T * size).to(fc_DF.dtype)
     return size
 
 
@@ -196,12 +196,16 @@ def code_room(head: EagleHead, count: int) -> Tensor:
 
 
 def _write_keys(
-    head: EagleHead, codes: Codes, heads: Sequence[int], channels: Sequence[int], scale: float
+    head: EagleHead,
+    codes: Codes,
+    room_DX: Tensor,
+    heads: Sequence[int],
+    channels: Sequence[int],
+    scale: float,
 ) -> None:
     """Queries read the code of the next token's embedding, keys the code in the features."""
     width, size = head.config.hidden_size, head.config.head_dim
     group = head.config.num_heads // head.config.num_kv_heads
-    hidden_DX = code_room(head, codes.read_HX.shape[1])
     q, k = head.layer.self_attn.q_proj.weight, head.layer.self_attn.k_proj.weight
     for number, kv_head in enumerate(heads):
         span = slice(number * len(channels), (number + 1) * len(channels))
@@ -209,7 +213,7 @@ def _write_keys(
         at_k = torch.tensor(channels, device=q.device) + kv_head * size
         q[at_q], k[at_k] = 0.0, 0.0
         q[at_q, :width] = (codes.code_JDC[number].T * scale).to(q.dtype)
-        k[at_k, width:] = (hidden_DX[:, span].T * scale).to(k.dtype)
+        k[at_k, width:] = (room_DX[:, span].T * scale).to(k.dtype)
 
 
 def _write_values(

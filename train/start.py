@@ -30,6 +30,8 @@ from outrider.train.vocabulary import (
 
 START_ROWS = 32
 """Positions of the sample that a new head starts from, for each channel of the target's states."""
+MOST_START_ROWS = 1 << 15
+"""What the sample never exceeds: the states of a wide target would fill the device."""
 
 
 def make_head(
@@ -94,7 +96,7 @@ def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     ValueError for features that are not finite, by row.
     """
     single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
-    wanted = START_ROWS * head.config.target_hidden_size
+    wanted = min(START_ROWS * head.config.target_hidden_size, MOST_START_ROWS)
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
         pack = single.batch(0, index)
@@ -102,7 +104,8 @@ def start_from_states(head: EagleHead, batches: Batches) -> Induction:
         packs.append(replace(pack, document_BT=pack.document_BT * pack.kept_BT).to(head.device))
         if sum(pack.num_tokens for pack in packs) >= wanted:
             break
-    parts = [States(x.aux_BTF, x.last_BTH, x.ids_BT, x.position_BT) for x in packs]
+    # The start does not read the last state.
+    parts = [States(x.aux_BTF, x.last_BTH[..., :0], x.ids_BT, x.position_BT) for x in packs]
     whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
     return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
 

@@ -164,6 +164,19 @@ def test_a_narrow_draft_with_a_reduced_vocabulary_starts():
     assert hit_rate(head, text) > 0.3  # a quarter of the tokens cannot be drafted
 
 
+def test_a_window_bounds_the_distance_that_codes_must_stand() -> None:
+    """Few channels stand still over the text, all that the window needs over the window."""
+    settings = {"rope_theta": 1e3}
+    given = fresh_head(**settings)
+    text = repeated_text(given)
+    whole = start_induction(given, text, torch.ones_like(text.ids_BT))
+    config = EagleConfig.from_target({**TARGET, **settings}, sliding_window=4)
+    torch.manual_seed(0)
+    head = EagleHead(config).attach(given.lent()).start_from_target()
+    near = start_induction(head, text, torch.ones_like(text.ids_BT))
+    assert whole.num_channels < near.num_channels
+
+
 @pytest.mark.parametrize(
     ("sizes", "heads"),
     [((9, 3, 576, 64), [0, 1, 2]), ((4, 4, 64, 16), [0, 2]), ((1, 1, 8, 8), [0])],
