@@ -4,6 +4,7 @@ Every field name is a flag (`max_tokens` is `--max-tokens`) and a key of a recip
 unique over all groups. Checks happen on construction, before anything is loaded.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
@@ -311,7 +312,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(ABC):
     """Everything that a run follows; train/kinds.py has one for each entry point."""
 
     target: TargetSettings
@@ -331,16 +332,24 @@ class Settings:
                     "hidden_states is set with joint, where the target changes and its states too; "
                     "leave it out"
                 )
-        elif data.keeps_laws and wanted is not None and wanted > data.top_k:
-            raise ValueError(
-                f"teacher_top_k is {wanted} and feature_dtype {data.feature_dtype} keeps top_k "
-                f"{data.top_k} tokens of a law; give at most that, or raise top_k"
-            )
+        elif data.keeps_laws and wanted is not None:
+            if wanted > data.top_k:
+                raise ValueError(
+                    f"teacher_top_k is {wanted} and feature_dtype {data.feature_dtype} keeps top_k "
+                    f"{data.top_k} tokens of a law; give at most that, or raise top_k"
+                )
+            if data.teacher_over != "draft" or self.objective.loss_temperature != 1.0:
+                raise ValueError(
+                    f"teacher_top_k is {wanted} with teacher_over {data.teacher_over} and "
+                    f"loss_temperature {self.objective.loss_temperature:g}, where feature_dtype "
+                    f"{data.feature_dtype} knows a law's tail only roughly; use teacher_over draft "
+                    "and loss_temperature 1, or a raw feature_dtype"
+                )
 
     @property
+    @abstractmethod
     def num_steps(self) -> int:
         """Draft steps trained in a row, after defaults."""
-        raise NotImplementedError
 
     @property
     def tuning(self) -> JointSettings | None:

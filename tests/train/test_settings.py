@@ -218,6 +218,14 @@ def test_files_for_accelerate_are_not_recipes(tmp_path: Path) -> None:
         (["--stop-after-steps", "0"], "stop_after_steps is 0"),
         (["--waive", "head"], "waive is 'head'; allowed: optimizer, schedule"),
         (["--feature-dtype", "int8", "--teacher-top-k", "45"], "teacher_top_k is 45"),
+        (
+            [*"--feature-dtype int8 --teacher-top-k 9 --teacher-over target".split()],
+            "with teacher_over target",
+        ),
+        (
+            [*"--feature-dtype int8 --teacher-top-k 9 --loss-temperature 0.5".split()],
+            "loss_temperature 0.5",
+        ),
         (["--on-long", "split"], "invalid choice"),
         (["--precision", "fp16"], "invalid choice"),
     ],
