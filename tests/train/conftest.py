@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,35 +19,51 @@ VOCAB, TOKENIZER = 128, 97
 Rows = list[dict[str, object]]
 
 
-@pytest.fixture(scope="session")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 8 layers and hidden size 32, tied, with padding rows past its tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
+def write_target(folder: Path, tokenizer_size: int, **config: Any) -> Path:
+    """A tied Llama of 8 layers with its tokenizer; ids past the tokenizer are padding rows."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
+    known = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(**known, **ends, **config))
     with torch.no_grad():  # padding rows that are never the likeliest, as in a trained model
-        model.model.embed_tokens.weight[TOKENIZER:] *= 0.01
+        model.model.embed_tokens.weight[tokenizer_size:] *= 0.01
     model.save_pretrained(folder)
-    words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, TOKENIZER)}
+    words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, tokenizer_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hidden size 32, with padding rows past its tokenizer."""
+    return write_target(
+        tmp_path_factory.mktemp("target"),
+        TOKENIZER,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 32 channels that turn slowly: wide enough for token codes."""
+    return write_target(
+        tmp_path_factory.mktemp("wide"),
+        VOCAB,
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=96,
+        rope_theta=1e6,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+    )
 
 
 def random_rows(seed: int, lengths: list[int], *, low: int = 2, high: int = 60) -> Rows:

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.layout import layout_of
@@ -26,35 +22,6 @@ from outrider.train.eagle import main
 from outrider.train.start import start_from_states
 
 VOCAB = 128
-
-
-@pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with heads of 32 channels that turn slowly: wide enough for token codes."""
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_theta=1e6,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = {"<s>": 0, "</s>": 1} | {f"w{index}": index for index in range(2, VOCAB)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
