@@ -147,7 +147,7 @@ def markdown(evaluation: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
         for column in at[:1] if is_lookup else [(result["sampling"], result["draft"])]:
             found.setdefault(head, {})[column] = cell
             rank.setdefault(head, tau["value"])
-    lines = ["| head | trained parameters | " + " | ".join(f"{s}, {d}" for s, d in columns) + " |"]
+    lines = ["| head | parameters | " + " | ".join(f"{s}, {d}" for s, d in columns) + " |"]
     lines.append("|---" * (len(columns) + 2) + "|")
     for head in sorted(found, key=lambda name: -rank[name]):
         size = f"{sizes[head] / 1e6:.1f} M" if head in sizes else "none"
