@@ -219,11 +219,11 @@ def test_files_for_accelerate_are_not_recipes(tmp_path: Path) -> None:
         (["--waive", "head"], "waive is 'head'; allowed: optimizer, schedule"),
         (["--feature-dtype", "int8", "--teacher-top-k", "45"], "teacher_top_k is 45"),
         (
-            [*["--feature-dtype", "int8", "--teacher-top-k", "9", "--teacher-over", "target"]],
+            ["--feature-dtype", "int8", "--teacher-top-k", "9", "--teacher-over", "target"],
             "with teacher_over target",
         ),
         (
-            [*["--feature-dtype", "int8", "--teacher-top-k", "9", "--loss-temperature", "0.5"]],
+            ["--feature-dtype", "int8", "--teacher-top-k", "9", "--loss-temperature", "0.5"],
             "loss_temperature 0.5",
         ),
         (["--on-long", "split"], "invalid choice"),
