@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -80,6 +81,15 @@ def find_tables(model: PreTrainedModel, config: PretrainedConfig, name: str) -> 
         output_VH=rows[1].detach(),
         softcap=None if cap is None else float(cap),
     )
+
+
+def non_finite(model: nn.Module) -> list[str]:
+    """Names of the weights that hold a NaN or an infinity."""
+    return [
+        name
+        for name, value in model.state_dict().items()
+        if value.is_floating_point() and not bool(torch.isfinite(value).all())
+    ]
 
 
 def eos_ids(

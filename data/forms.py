@@ -15,6 +15,7 @@ from outrider.data.sources import Record
 from outrider.data.target import Target
 
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+CONVERSATIONS = ("messages", "conversations", "conversation")
 IGNORED_LABEL = -100  # transformers' mark of a label without loss
 # What a record that is not what it seems trips over, told as a refusal of that row.
 _TRIPS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, UnicodeError)
@@ -136,17 +137,20 @@ class RecordReader:
         spans = (("given", len(ids)),)
         return [Encoded(ids, mask, turn=0, end_ids=ends, spans=spans)]
 
-    def _messages(self, record: Record) -> list[Encoded]:
-        found = next(
-            record[name] for name in ("messages", "conversations", "conversation") if name in record
-        )
+    def conversation(self, record: Record) -> tuple[list[dict[str, Any]], list[Any] | None]:
+        """Messages, as the template wants them, and tools of a record that has messages."""
+        found = next(record[name] for name in CONVERSATIONS if name in record)
         messages = read_conversation(found, self.template.dialect)
         system = record.get("system")
         if isinstance(system, str) and system.strip() and messages[:1] != []:
             if messages[0]["role"] == "system":
                 raise RowError("has a system field and a system message; keep one of them")
             messages.insert(0, {"role": "system", "content": system})
-        return encode(messages, self.template, read_tools(record.get("tools")))
+        return messages, read_tools(record.get("tools"))
+
+    def _messages(self, record: Record) -> list[Encoded]:
+        messages, tools = self.conversation(record)
+        return encode(messages, self.template, tools)
 
     def _rendered(self, record: Record) -> list[Encoded]:
         if not isinstance(record["text"], str):

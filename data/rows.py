@@ -1,6 +1,6 @@
 """Rows of tokens with their masks, from any source: read, counted, judged, kept for next time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from outrider.data.collect import Collector
 from outrider.data.counts import Counts
@@ -9,9 +9,9 @@ from outrider.data.mixture import Mixture, Numbered
 from outrider.data.reading import FIRST_LABEL, Reading, Row
 from outrider.data.rowcache import Read, load_read, read_key, save_read
 from outrider.data.target import Target
-from outrider.data.workers import encode_all
+from outrider.data.workers import Outcome, encode_all
 
-__all__ = ["FIRST_LABEL", "Counts", "Reading", "Row", "read_rows"]
+__all__ = ["FIRST_LABEL", "Counts", "Reading", "Row", "gather", "judge", "read_rows"]
 
 
 def read_rows(source: str, target: Target, reading: Reading) -> Read:
@@ -32,7 +32,16 @@ def read_rows(source: str, target: Target, reading: Reading) -> Read:
     return found
 
 
-def _read(source: str, reader: RecordReader, reading: Reading) -> Read:
+def gather(
+    source: str,
+    reader: RecordReader,
+    reading: Reading,
+    watch: Callable[[Outcome], None] | None = None,
+) -> Collector:
+    """All rows of `source` with their counts, not judged; `watch` sees what each record gave.
+
+    Raises ValueError for data that cannot be read, and for rows that another target answered.
+    """
     collector, mixture = Collector(reader, reading), Mixture(source)
     counts = collector.counts
     for outcome in encode_all(reader, _checked(mixture, reader), reading.workers):
@@ -40,11 +49,18 @@ def _read(source: str, reader: RecordReader, reading: Reading) -> Read:
             counts.limit_reached = True
             break
         collector.add(outcome)
+        if watch is not None:
+            watch(outcome)
     counts.ran_out = None if counts.limit_reached else mixture.ran_out
     if reader.tokenizer is not None:
         counts.end_names = {token: reader.show([token]) for token in counts.ends}
-    _judge(source, collector, reading)
-    return Read(collector.rows, counts)
+    return collector
+
+
+def _read(source: str, reader: RecordReader, reading: Reading) -> Read:
+    collector = gather(source, reader, reading)
+    judge(source, collector, reading)
+    return Read(collector.rows, collector.counts)
 
 
 def _checked(mixture: Mixture, reader: RecordReader) -> Iterator[Numbered]:
@@ -56,7 +72,7 @@ def _checked(mixture: Mixture, reader: RecordReader) -> Iterator[Numbered]:
         yield one
 
 
-def _judge(source: str, collector: Collector, reading: Reading) -> None:
+def judge(source: str, collector: Collector, reading: Reading) -> None:
     """Refuse data that would train on nothing, mostly nothing, or never on the end of an answer."""
     counts, reader = collector.counts, collector.reader
     share = len(counts.unsupervised) / max(counts.read, 1)

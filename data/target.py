@@ -34,6 +34,7 @@ from outrider.data.anatomy import (
     find_blocks,
     find_folder,
     find_tables,
+    non_finite,
     tokenizer_size,
 )
 
@@ -108,7 +109,9 @@ class Target:
         """Load `smollm2-demo`, a local folder, or a Hub id."""
         folder = find_folder(name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # whatever transformers, tokenizers or safetensors raise
             raise ValueError(
@@ -116,6 +119,11 @@ class Target:
                 f"tokenizer: {type(error).__name__}: {error}; name a decoder-only model's folder "
                 "or Hub id, and fetch it again if a file is damaged"
             ) from error
+        if absent := sorted(loading["missing_keys"]):
+            raise ValueError(
+                f"target {name!r}: its files lack {len(absent)} weights ({absent[0]} first), which "
+                "would be random; fetch it again, or name a folder that holds a whole model"
+            )
         return cls.from_model(model.to(device), tokenizer, name=name, folder=folder)
 
     @classmethod
@@ -292,6 +300,12 @@ def _check_tables(target: Target) -> None:
     last_BTH = target.run(ids_BT).last_BTH
     with torch.no_grad():
         logits_BTV = target.model(input_ids=ids_BT, use_cache=False).logits
+    if not bool(torch.isfinite(last_BTH).all() and torch.isfinite(logits_BTV).all()):
+        broken = ", ".join(non_finite(target.model)[:3]) or "none of its weights"
+        raise ValueError(
+            f"target {target.name!r} computes states that are not finite (weights with NaN or "
+            f"infinity: {broken}); fetch its files again, or use --target-dtype float32"
+        )
     slack = min(64 * torch.finfo(target.dtype).eps, 0.03)
     if not _close(last_BTH[0, :3], last_BTH[1, :3], slack):
         raise ValueError(

@@ -24,7 +24,7 @@ from outrider.eval.link import tables
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, EagleHead
 from outrider.heads.formats import save_head
-from outrider.train import preflight
+from outrider.train import preflight, refusals
 from outrider.train.joint_task import JointTask
 from outrider.train.objectives import DraftTask, task_of
 from outrider.train.parts import Parts, Score, Source
@@ -109,8 +109,7 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
         counts.write(Path(data.row_report))
     vocabulary, head = make_head(settings, target, rows)
     settle(head, settings.head)
-    preflight.check_head(head, target)
-    preflight.check_coverage(vocabulary)
+    preflight.refuse_unfit(head, vocabulary, target, rows)
     joint = settings.tuning
     return Ground(
         settings=settings,
@@ -173,20 +172,20 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     with one_first(accelerator):
         source = features(ground)
         trace = heldout_trace(settings.data, ground.target, ground.layers, local_folder(settings))
-    preflight.check_disjoint(ground.rows, trace)
-    for line in preflight.mode_notes(settings.data, trace):
+    refusals.check_disjoint(ground.rows, refusals.traced(trace))
+    for line in preflight.mode_notes(settings.data, trace.template_options if trace else ()):
         accelerator.print(line)
     batches = Batches(
         source, size=settings.data.max_length, batch_size=run.batch_size, seed=run.seed
     )
-    preflight.check_batches(batches, accelerator.num_processes)
+    refusals.check_batches(batches, accelerator.num_processes)
     if settings.head.starts_from_states and isinstance(ground.head, EagleHead):
         started = start_from_states(ground.head, batches)
         if accelerator.is_main_process:
             print(started)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
     if accelerator.is_main_process:
-        preflight.check_export(ground.head, tables(ground.target))
+        refusals.check_export(ground.head, tables(ground.target))
     write, score = outlet(ground, trace)
     return Parts(
         task=task_for(ground, dtype),

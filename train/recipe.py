@@ -5,10 +5,11 @@ The file's keys become flags, the real flags follow (the later wins), and all is
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 import yaml
@@ -110,11 +111,32 @@ def flag(name: str, value: object, path: Path) -> list[str]:
     return [f"--{dashed}", str(value)]
 
 
-def to_yaml(settings: Settings) -> str:
-    """The settings as a recipe that gives the same settings again."""
+def entry_of(argv: Sequence[str]) -> type[Settings]:
+    """The settings that train the kind of head which --head or a recipe names; EAGLE's otherwise.
+
+    Raises ValueError for a kind that none of them trains.
+    """
+    kinds = ["eagle3"]
+    for index, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        value = value if equals else next(iter(argv[index + 1 :]), "")
+        if name == "--head":
+            kinds.append(value)
+        elif name == "--recipe":
+            content = yaml.safe_load(find(value).read_text(encoding="utf-8"))
+            kinds.insert(1, str(dict(content or {}).get("head", kinds[0])))
+    for entry in ENTRIES:
+        if kinds[-1] in kinds_of(entry):
+            return entry
+    known = ", ".join(kind for entry in ENTRIES for kind in kinds_of(entry))
+    raise ValueError(f"head is {kinds[-1]!r}; choose one of {known}")
+
+
+def to_yaml(settings: Settings, changes: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The settings, with changes by flag name, as a recipe that gives the same settings again."""
     flat = {
         key: list(value) if isinstance(value, tuple) else value
-        for key, value in settings.flat().items()
+        for key, value in (settings.flat() | dict(changes)).items()
         if key not in ("recipe", "plan") and value not in (None, ())
     }
     return yaml.safe_dump(flat, sort_keys=False)

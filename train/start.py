@@ -17,7 +17,7 @@ from outrider.heads.base import States
 from outrider.heads.formats import load_head
 from outrider.heads.formats.shipped import read_shipped, shipped_head
 from outrider.heads.induction import Induction, start_induction
-from outrider.train import preflight
+from outrider.train import refusals
 from outrider.train.kinds import EagleHeadSettings
 from outrider.train.settings import SHIPPED, HeadSettings, Settings
 from outrider.train.vocabulary import (
@@ -46,8 +46,8 @@ def make_head(
     starts = choice.init is not None and choice.init != SHIPPED
     old = load_head(Path(str(choice.init)), tables(target)) if starts else None
     if old is not None and not choice.rebuild_vocab:
-        preflight.check_warm_start(old.config, choice)
-        preflight.check_kept(old.draft_ids_W, given_W)
+        refusals.check_warm_start(old.config, choice)
+        refusals.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
     vocabulary = fresh_vocabulary(choice, given_W, target, rows)
@@ -57,7 +57,7 @@ def make_head(
         return vocabulary, module_of(target, ids_W, sizes)
     config = CONFIGS[choice.head].from_target(target.config, **sizes)
     if old is not None:
-        preflight.check_rebuild(old.config, config, choice.init)
+        refusals.check_rebuild(old.config, config, choice.init)
     head = HEADS[choice.head](config, vocabulary.draft_ids_W if vocabulary else None)
     head.attach(tables(target))
     head.start_from_target()
@@ -100,7 +100,7 @@ def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
         pack = single.batch(0, index)
-        preflight.check_features(pack)
+        refusals.check_features(pack)
         packs.append(replace(pack, document_BT=pack.document_BT * pack.kept_BT).to(head.device))
         if sum(pack.num_tokens for pack in packs) >= wanted:
             break
@@ -117,7 +117,7 @@ def settle(head: DraftHead, choice: HeadSettings) -> None:
     if not isinstance(head, EagleHead) or not isinstance(choice, EagleHeadSettings):
         return
     if choice.embedding is not None:
-        preflight.check_embedding(head.config, choice)
+        refusals.check_embedding(head.config, choice)
         for weight in head.own_tables:
             weight.requires_grad_(choice.embedding == "trained")
 

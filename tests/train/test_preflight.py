@@ -21,7 +21,7 @@ from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import build_trace
 from outrider.heads import EagleHead
 from outrider.heads.formats import load_head
-from outrider.train import preflight
+from outrider.train import refusals
 from outrider.train.checkpoint import latest
 from outrider.train.journal import check_tracker
 from outrider.train.kinds import EagleRun
@@ -94,7 +94,7 @@ def test_c09_more_draft_tokens_than_distinct_ones_is_noted(
     out = train("--draft-vocab", "64", data=data)
     text = capsys.readouterr().out
     assert "cover 100.00% of supervised tokens (40 distinct)" in text
-    assert "note: draft_vocab 64 exceeds the 40 distinct supervised tokens" in text
+    assert "draft_vocab 64 exceeds the 40 distinct supervised tokens" in text
     found = load_file(out / "last" / "model.safetensors")
     ids_W = found["d2t"] + torch.arange(64)
     assert len(ids_W.unique()) == 64
@@ -135,7 +135,7 @@ def test_heads_of_another_target_are_refused(target: Target) -> None:
     for change, message in changes:
         other = EagleHead(replace(head.config, **change))
         with pytest.raises(ValueError, match=message):
-            preflight.check_head(other, target)
+            refusals.check_head(other, target)
 
 
 def test_draft_ids_past_the_tokenizer_are_refused(target: Target) -> None:
@@ -143,7 +143,7 @@ def test_draft_ids_past_the_tokenizer_are_refused(target: Target) -> None:
     _, head = make_head(settings, target, [])
     wide = replace(head.config, tokenizer_size=128, draft_vocab_size=3)
     with pytest.raises(ValueError, match="holds id 120, but the target's tokenizer ends at 96"):
-        preflight.check_head(EagleHead(wide, torch.tensor([1, 2, 120])), target)
+        refusals.check_head(EagleHead(wide, torch.tensor([1, 2, 120])), target)
 
 
 class Memory:
@@ -166,13 +166,13 @@ class Memory:
 def test_non_finite_features_are_refused_by_row(field: str, what: str) -> None:
     batches = Batches(Memory(field), size=4, batch_size=1, seed=0)
     with pytest.raises(ValueError, match=rf"row bad has non-finite features \(the target's {what}"):
-        preflight.check_batches(batches, 1)
+        refusals.check_batches(batches, 1)
 
 
 def test_fewer_packs_than_processes_are_refused() -> None:
     batches = Batches(Memory("aux_TF"), size=4, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="batch_size is 1 with 2 processes"):
-        preflight.check_batches(batches, 2)
+        refusals.check_batches(batches, 2)
 
 
 def test_an_export_that_changes_a_tensor_is_refused(
@@ -180,16 +180,16 @@ def test_an_export_that_changes_a_tensor_is_refused(
 ) -> None:
     settings = parse(["--target", "t", "--data", "d", "--output", "o"], EagleRun)
     _, head = make_head(settings, target, [])
-    preflight.check_export(head, tables(target))
+    refusals.check_export(head, tables(target))
 
     def spoiled(*args: Any) -> EagleHead:
         again = load_head(*args)
         again.fc.weight.data[0, 0] += 1
         return again
 
-    monkeypatch.setattr(preflight, "load_head", spoiled)
+    monkeypatch.setattr(refusals, "load_head", spoiled)
     with pytest.raises(ValueError, match=r"tensor fc.weight changed on its way"):
-        preflight.check_export(head, tables(target))
+        refusals.check_export(head, tables(target))
 
 
 # Warm starts
