@@ -37,7 +37,8 @@ def notes(
         yield "note: store is not used with joint: the target runs in every step"
     for one in remarks(vocabulary, settings, config, target):
         if one.verdict != "ok":
-            yield "note: " + "; ".join(part for part in (one.seen, one.remedy) if part)
+            told = "; ".join(part for part in (one.seen, one.remedy) if part)
+            yield f"note: {one.name}: {told}"
         elif vocabulary is not None and one.name == "draft vocabulary":
             yield f"{one.name}: {one.seen}"
 

@@ -49,7 +49,7 @@ def check_some_heldout(data: DataSettings) -> Iterator[Finding]:
     if data.heldout is None:
         yield warn(
             NAME,
-            "no held-out rows, so no acceptance is measured and best/ stays empty",
+            "none, so no acceptance is measured and best/ stays empty",
             "give --heldout rows that outrider generate made at temperature 0",
         )
 
