@@ -107,18 +107,18 @@ def is_colored() -> bool:
 def mend(report: Report, ours: CheckSettings, entry: type[Settings]) -> Report:
     """Write the fixes and check what they make of the run, as long as there are new ones."""
     assert ours.fix is not None
+    changed: dict[str, Any] = {}
     for _ in range(MOST_FIXES):
-        fixed = write_fixes(report, ours.fix)
+        fixed = write_fixes(report, ours.fix, changed)
         if fixed is None:
             break
+        changed |= fixed.changes
         print(f"\nwrote {fixed.recipe}, which changes:")
         for key, value in fixed.changes.items():
             print(f"  {key}: {report.settings.flat()[key]} -> {value}")
         _, settings = parse(["--recipe", str(fixed.recipe)], entry)
         report = check(settings, num_shown=ours.show)
         print("\n" + page.text(report, is_colored=is_colored()))
-    else:
-        return report
-    if report.is_good and not (ours.fix / "recipe.yaml").exists():
-        print("nothing to fix")
+    if not changed:
+        print("nothing here can be fixed safely" if not report.is_good else "nothing to fix")
     return report

@@ -4,7 +4,7 @@ Nothing of the user's is changed; what is written here the trainers take by --re
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,11 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def write_fixes(report: Report, folder: Path) -> Fixed | None:
-    """Write what mends the report's findings; None where nothing can be mended safely."""
+def write_fixes(report: Report, folder: Path, before: Collection[str] = ()) -> Fixed | None:
+    """Write what mends the report's findings; None where nothing can be mended safely.
+
+    `before` names settings that earlier fixes changed.
+    """
     changes = fixes_of(report.all)
     rows = cleaned(report)
     if rows is not None:
@@ -52,7 +55,7 @@ def write_fixes(report: Report, folder: Path) -> Fixed | None:
     if not changes:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RECIPE, recipe_text(report.settings, changes))
+    write_whole(folder / RECIPE, recipe_text(report.settings, changes, before))
     return Fixed(folder / RECIPE, changes)
 
 
@@ -66,9 +69,9 @@ def fixes_of(findings: Iterable[Finding]) -> dict[str, Any]:
     return changes
 
 
-def recipe_text(settings: Settings, changes: Mapping[str, Any]) -> str:
+def recipe_text(settings: Settings, changes: Mapping[str, Any], before: Collection[str]) -> str:
     """The settings with the changes, as a recipe."""
-    named = ", ".join(sorted(changes))
+    named = ", ".join(sorted({*changes, *before}))
     return f"# Written by outrider check --fix; changed: {named}.\n{to_yaml(settings, changes)}"
 
 

@@ -1,6 +1,7 @@
 """The rows: what became of each, what of it is supervised, where it ends, how long it is."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -83,18 +84,24 @@ def check_refusals(counts: Counts) -> Iterator[Finding]:
 
 
 def by_reason(fates: Sequence[Fate]) -> str:
-    """The reasons, most frequent first, each with the numbers of its first rows."""
-    numbers: dict[str, list[int]] = {}
+    """The reasons, most frequent first, each with the numbers of its first rows.
+
+    Reasons that differ in numbers only are one, told as of its first row.
+    """
+    alike: dict[str, list[Fate]] = {}
     for one in fates:
-        numbers.setdefault(_kind(one.reason), []).append(one.number)
-    most = sorted(numbers.items(), key=lambda item: -len(item[1]))
-    parts = [f"rows {_listed(rows)}: {reason}" for reason, rows in most[:SHOWN]]
-    more = sum(len(rows) for _, rows in most[SHOWN:])
+        alike.setdefault(re.sub(r"\d+", "#", _short(one.reason)), []).append(one)
+    most = sorted(alike.values(), key=len, reverse=True)
+    parts = [
+        f"rows {_listed([one.number for one in group])}: {_short(group[0].reason)}"
+        for group in most[:SHOWN]
+    ]
+    more = sum(len(group) for group in most[SHOWN:])
     return "; ".join(parts) + (f"; and {more} for other reasons" if more else "")
 
 
-def _kind(reason: str) -> str:
-    """A reason without what differs from row to row after its first sentence."""
+def _short(reason: str) -> str:
+    """A reason without its remedy."""
     return reason.partition(";")[0][:160]
 
 
@@ -125,9 +132,12 @@ def check_supervised(collector: Collector) -> Iterator[Finding]:
         yield ok(name, seen)
 
 
-def check_ends(counts: Counts, target: Target) -> Iterator[Finding]:
-    """Answers train to the token at which generation stops."""
-    name, times = "turn ends", counts.ends.total()
+def check_ends(collector: Collector, target: Target) -> Iterator[Finding]:
+    """Answers train to the token at which generation stops; ends that never do are told above."""
+    counts, name = collector.counts, "turn ends"
+    times = counts.ends.total()
+    if times and collector.odd_ends.total() == times:
+        return
     ends = ", ".join(
         f"{counts.end_names.get(token, token)} {often} times"
         for token, often in counts.ends.items()

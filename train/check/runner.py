@@ -36,6 +36,8 @@ from outrider.train.tuning import tune
 
 LEAST_FRESH = 16
 """Ids of a text to capture states on where no row can be read."""
+NAMES = {"Target": "target", "Collector": "rows", "Made": "head", "Speed": "step"}
+"""What parts are called."""
 
 
 class Check(NamedTuple):
@@ -92,7 +94,8 @@ def _guarded(one: Check, case: Case) -> Iterator[Finding]:
     try:
         yield from one.run(case)
     except Lacking as lacking:
-        yield Finding(one.name, "skipped", f"needs the {lacking}, which a check above did not get")
+        needed = NAMES.get(str(lacking), str(lacking))
+        yield Finding(one.name, "skipped", f"needs the {needed}, which a check above did not get")
     except (ValueError, OSError) as error:
         yield failed(one.name, error)
     except Exception as error:
@@ -134,7 +137,7 @@ def _rows(case: Case) -> Iterator[Finding]:
     yield from row_checks.check_refusals(counts)
     yield from row_checks.check_lengths(sample, counts, reading, most)
     yield from row_checks.check_supervised(collector)
-    yield from row_checks.check_ends(counts, target)
+    yield from row_checks.check_ends(collector, target)
     yield from row_checks.check_starts(collector, target)
 
 
@@ -180,7 +183,7 @@ def _capture(case: Case) -> Iterator[Finding]:
 def _step(case: Case) -> Iterator[Finding]:
     ground = case.give(Ground, _ground(case))
     if not ground.rows:
-        raise Lacking("rows")
+        raise Lacking("Collector")
     few = replace(ground, rows=step_checks.pick(ground.rows, ground.target))
     batch = case.give(Batch, step_checks.batch_of(few))
     found = list(step_checks.check_states(few, batch))
