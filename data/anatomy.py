@@ -84,7 +84,7 @@ def find_tables(model: PreTrainedModel, config: PretrainedConfig, name: str) -> 
 
 
 def non_finite(model: nn.Module) -> list[str]:
-    """Names of the weights that hold a NaN or an infinity."""
+    """Names of a module's weights that hold a NaN or an infinity."""
     return [
         name
         for name, value in model.state_dict().items()

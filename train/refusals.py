@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.data.anatomy import non_finite
 from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
 from outrider.data.target import Target
@@ -23,8 +24,13 @@ LEAST_COVERED = 0.05
 
 
 def check_head(head: DraftHead, target: Target) -> None:
-    """Sizes of head and target that must agree, and ids that must exist."""
+    """Sizes of head and target that must agree, ids that must exist, weights that are numbers."""
     config = head.config
+    if broken := non_finite(head):
+        raise ValueError(
+            f"the head's {broken[0]} holds NaN or infinity; start from another head, or leave init "
+            "out"
+        )
     for name, ours, theirs in (
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
