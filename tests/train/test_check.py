@@ -380,10 +380,11 @@ def test_a_head_with_nan_to_start_from_fails(check: Check, train: Train) -> None
 def test_features_that_do_not_fit_on_the_disk_fail(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=100))
+    monkeypatch.setattr(needs, "shutil", full)
     result = check()
-    assert result.code == 1
-    assert "--feature-dtype int8" in result.found["disk"].remedy
+    assert result.wrong == ["disk space"]
+    assert "--feature-dtype int8" in result.found["disk space"].remedy
     assert check("--online").code == 0
 
 
@@ -472,5 +473,10 @@ def test_layers_of_shallow_targets_are_rising_ids() -> None:
 
 def test_durations_and_sections() -> None:
     assert [duration(x) for x in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]
-    told = "data:\n  rows\nmemory (estimate):\n  one\n  two"
-    assert list(sections(told)) == [("data", "rows"), ("memory", "one; two")]
+    told = "data:\n  rows\nmemory (estimate): peak 2\n  one\n  two\ndisk: 3 GiB\ntime on x: 5 s"
+    assert dict(sections(told)) == {
+        "data": "rows",
+        "memory": "(estimate): peak 2; one; two",
+        "disk": "3 GiB",
+        "time": "on x: 5 s",
+    }

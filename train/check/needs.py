@@ -3,41 +3,47 @@
 import shutil
 from collections.abc import Iterator
 
-from outrider.train.assembly import Ground, is_stored, local_folder
+from outrider.data.store import store_bytes
+from outrider.train.assembly import Ground, is_stored, layout, local_folder
 from outrider.train.check.finding import Finding, fail, ok
 from outrider.train.check.step import Speed
-from outrider.train.plan import GIB, describe, existing, feature_bytes
+from outrider.train.plan import GIB, describe, existing
 
 
-def check_needs(ground: Ground) -> Iterator[Finding]:
-    """What --plan says of steps, memory and disk; features must fit on the disk."""
-    for heading, body in sections(describe(ground)):
-        if heading not in ("settings", "data", "head"):  # told above
+def check_needs(ground: Ground, speed: Speed) -> Iterator[Finding]:
+    """What --plan says of steps, memory, disk and time; features must fit on the disk."""
+    told = dict(sections(describe(ground)))
+    for heading, body in told.items():
+        if heading not in ("settings", "data", "head"):  # told by other checks
             yield ok(heading, body)
-    needs = feature_bytes(ground)
-    if needs and "://" not in ground.store_folder:
-        free = shutil.disk_usage(existing(local_folder(ground.settings))).free
-        if needs > free:
-            yield fail(
-                "disk",
-                f"features take {needs / GIB:.1f} GiB in {ground.store_folder}, where "
-                f"{free / GIB:.1f} GiB are free",
-                "store less (--feature-dtype int8 or int4), elsewhere (--store), or nothing "
-                "(--online)",
-            )
+    if "time" not in told:
+        yield from check_time(ground, speed)
+    if not is_stored(ground.settings) or "://" in ground.store_folder:
+        return
+    size = store_bytes(ground.rows, layout(ground))
+    free = shutil.disk_usage(existing(local_folder(ground.settings))).free
+    if size > free:
+        yield fail(
+            "disk space",
+            f"features take {size / GIB:.1f} GiB in {ground.store_folder}, where "
+            f"{free / GIB:.1f} GiB are free",
+            "store less (--feature-dtype int8 or int4), elsewhere (--store), or nothing (--online)",
+        )
 
 
 def sections(told: str) -> Iterator[tuple[str, str]]:
-    """Parts of a plan: a heading that ends in a colon, and the indented lines below it."""
+    """Parts of a plan: the first word of a line that is not indented, and what stands below it."""
     heading, body = "", list[str]()
     for line in told.splitlines():
         if line.startswith(" "):
             body.append(line.strip())
             continue
-        if body:
+        if heading:
             yield heading, "; ".join(body)
-        heading, body = line.partition(" (")[0].rstrip(":"), list[str]()
-    if body:
+        heading, _, rest = line.partition(" ")
+        body = [rest.rstrip(":")] if rest else []
+        heading = heading.rstrip(":")
+    if heading:
         yield heading, "; ".join(body)
 
 
@@ -49,8 +55,8 @@ def check_time(ground: Ground, speed: Speed) -> Iterator[Finding]:
     yield ok(
         "time",
         f"about {duration(target + steps)} at the speed seen here: {duration(target)} for the "
-        f"target's passes ({speed.target:.0f} tokens a second), {duration(steps)} for {epochs} "
-        f"epochs of {tokens} tokens ({speed.step:.0f}); optimiser and evaluations come on top",
+        f"target's passes ({speed.target:.0f} tokens a second), {duration(steps)} for "
+        f"{epochs} x {tokens} tokens ({speed.step:.0f}); optimiser and evaluations come on top",
     )
 
 

@@ -64,7 +64,9 @@ def _finding(one: Finding, *, is_colored: bool) -> Iterator[str]:
 def _wrapped(given: str) -> list[str]:
     lines: list[str] = []
     for line in given.splitlines():
-        lines += textwrap.wrap(line, WIDTH - MARGIN, break_on_hyphens=False) or [""]
+        lines += textwrap.wrap(
+            line, WIDTH - MARGIN, break_on_hyphens=False, break_long_words=False
+        ) or [""]
     return lines or [""]
 
 

@@ -79,7 +79,7 @@ def check_refusals(counts: Counts) -> Iterator[Finding]:
     yield warn(
         "refused rows",
         f"{len(refused)} ({share:.1%}): {by_reason(refused)}",
-        "correct them, or let --fix write the data without them",
+        "correct them" + (", or let --fix write the data without them" if share < 1 else ""),
     )
 
 
@@ -113,9 +113,6 @@ def _listed(rows: Sequence[int]) -> str:
 def check_supervised(collector: Collector) -> Iterator[Finding]:
     """Supervised tokens, by whose they are; rows all of whose tokens are supervised."""
     counts, name = collector.counts, "supervised tokens"
-    if not collector.rows:
-        yield fail(name, "none", "without supervised tokens nothing trains")
-        return
     roles = ", ".join(
         f"{role} {inside} of {tokens} ({inside / max(tokens, 1):.0%})"
         for role, (tokens, inside) in counts.roles.items()
@@ -167,7 +164,7 @@ def check_starts(collector: Collector, target: Target) -> Iterator[Finding]:
     if twice:
         yield fail(
             name,
-            f"{len(twice)} rows begin with BOS twice ({', '.join(twice[:SHOWN])})",
+            f"rows that begin with BOS twice: {len(twice)} ({', '.join(twice[:SHOWN])})",
             "take one out: the target never sees it twice when it is served",
         )
     elif starts[0] and tokenizer("x")["input_ids"][:1] == [bos]:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.data.batches import Batch, Batches
+from outrider.data.batches import Batch
 from outrider.data.collect import Collector
 from outrider.data.forms import RecordReader
 from outrider.data.rows import gather
 from outrider.data.states import OnlineFeatures
 from outrider.data.target import Target
-from outrider.heads import EagleHead
 from outrider.train import assembly
 from outrider.train.assembly import DTYPES, Ground
 from outrider.train.check import head as head_checks
@@ -26,17 +25,22 @@ from outrider.train.check.case import Case, Lacking, Sample
 from outrider.train.check.finding import Finding, Verdict, failed, ok
 from outrider.train.check.head import Made
 from outrider.train.check.heldout import check_heldout
-from outrider.train.check.needs import check_needs, check_time
+from outrider.train.check.needs import check_needs
 from outrider.train.check.rows import mode_fix
 from outrider.train.check.shown import Shown, show
 from outrider.train.check.step import Speed
 from outrider.train.settings import Settings
-from outrider.train.start import start_from_states
 from outrider.train.tuning import tune
 
 LEAST_FRESH = 16
 """Ids of a text to capture states on where no row can be read."""
-NAMES = {"Target": "target", "Collector": "rows", "Made": "head", "Speed": "step"}
+NAMES = {
+    "Target": "target",
+    "Collector": "rows",
+    "Made": "head",
+    "Ground": "rows and head",
+    "Speed": "step",
+}
 """What parts are called."""
 
 
@@ -136,6 +140,8 @@ def _rows(case: Case) -> Iterator[Finding]:
     yield from row_checks.check_rows(data.data, collector, reading)
     yield from row_checks.check_refusals(counts)
     yield from row_checks.check_lengths(sample, counts, reading, most)
+    if not collector.rows:  # told above
+        return
     yield from row_checks.check_supervised(collector)
     yield from row_checks.check_ends(collector, target)
     yield from row_checks.check_starts(collector, target)
@@ -157,6 +163,8 @@ def _template(case: Case) -> Iterator[Finding]:
 
 def _head(case: Case) -> Iterator[Finding]:
     settings, target, rows = case.settings, case.get(Target), case.get(Collector).rows
+    if not rows:
+        raise Lacking("Collector")
     yield from head_checks.check_head(
         settings, target, rows, lambda made: case.parts.update({Made: made})
     )
@@ -176,14 +184,12 @@ def _capture(case: Case) -> Iterator[Finding]:
     rows = case.get(Collector).rows if Collector in case.parts else []
     fresh = torch.arange(min(LEAST_FRESH, target.tokenizer_size))
     ids_T = max(rows, key=len).ids if rows else fresh
-    layers = case.get(Made).head.config.aux_layers if Made in case.parts else ()
+    layers = case.get(Made).head.config.aux_layers if Made in case.parts else None
     yield from target_checks.check_capture(target, ids_T, layers)
 
 
 def _step(case: Case) -> Iterator[Finding]:
     ground = case.give(Ground, _ground(case))
-    if not ground.rows:
-        raise Lacking("Collector")
     few = replace(ground, rows=step_checks.pick(ground.rows, ground.target))
     batch = case.give(Batch, step_checks.batch_of(few))
     found = list(step_checks.check_states(few, batch))
@@ -195,13 +201,11 @@ def _step(case: Case) -> Iterator[Finding]:
     start = time.perf_counter()
     states.rows(range(len(few.rows)))
     speed = batch.num_tokens / (time.perf_counter() - start)
-    if settings.head.starts_from_states and isinstance(head, EagleHead):
-        size = sum(len(row) for row in few.rows)
-        start_from_states(head, Batches(states, size=size, batch_size=1, seed=0))
     yield from head_checks.check_export(head, ground.target, batch)
     joint = settings.tuning
     if joint is not None:
         few = replace(few, tuning=tune(ground.target, joint, settings.run.seed))
+        case.give(Ground, replace(ground, tuning=few.tuning))
     yield from step_checks.check_step(
         few, batch, lambda step: case.parts.update({Speed: Speed(speed, step)})
     )
@@ -223,8 +227,7 @@ def _ground(case: Case) -> Ground:
 def _run(case: Case) -> Iterator[Finding]:
     rows = case.get(Collector).rows
     yield from check_heldout(case.settings.data, case.get(Target), rows)
-    yield from check_needs(case.get(Ground))
-    yield from check_time(case.get(Ground), case.get(Speed))
+    yield from check_needs(case.get(Ground), case.get(Speed))
 
 
 CHECKS: tuple[Check, ...] = (

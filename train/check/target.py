@@ -86,10 +86,12 @@ def check_tables(target: Target) -> Iterator[Finding]:
         yield ok(name, f"embedding and output head are {held}{more}; the head is lent both")
 
 
-def check_capture(target: Target, ids_T: Tensor, layers: tuple[int, ...]) -> Iterator[Finding]:
+def check_capture(
+    target: Target, ids_T: Tensor, layers: tuple[int, ...] | None
+) -> Iterator[Finding]:
     """Captured states equal those of hooks that are independent of the capturing code.
 
-    All layers are compared, not only `layers`: these are named with their convention. Where a
+    All layers are compared; `layers`, the head's, are named, None where there is no head. Where a
     device is not deterministic, the distance is told instead of "bit for bit".
     """
     name, ids_BT = "layer capture", ids_T[None, :CAPTURED].to(target.device)
@@ -120,13 +122,14 @@ def check_capture(target: Target, ids_T: Tensor, layers: tuple[int, ...]) -> Ite
             "this target's final norm cannot be told: report it with its config.json",
         )
         return
-    used = f"this head reads {list(layers)}" if layers else "this head reads none of them"
+    used = "" if layers is None else f"; this head reads {list(layers) or 'none of them'}"
     exact = "bit for bit" if not max(far.values()) else f"to {max(far.values()):.1g}"
     yield ok(
         name,
-        f"ids 0..{target.num_layers} equal independent hooks {exact} on {ids_BT.shape[1]} tokens; "
-        f"{used} (id i: the state entering decoder layer i, before its norm; {target.num_layers}: "
-        "the last layer's output before the final norm) and the last state, after the final norm",
+        f"ids 0..{target.num_layers} equal independent hooks {exact} on {ids_BT.shape[1]} tokens, "
+        f"and the last state, after the final norm, gives the logits{used} (id i is the state that "
+        f"enters decoder layer i, before its norm; {target.num_layers} leaves the last layer, "
+        "before the final norm)",
     )
 
 

@@ -64,15 +64,17 @@ def check_prefixes(found: list[Talk], template: Template, extra_turns: int) -> I
                 broken.append(f"row {talk.number} message {count}")
                 break
     if not checked:
-        yield ok(name, "no row with several messages to render")
+        yield ok(name, "no row of the sample has several messages")
     elif not broken:
-        yield ok(name, f"each of {checked} messages in {len(found)} sample rows extends the text")
+        yield ok(
+            name, f"{checked} of {checked} messages extend the text ({len(found)} sample rows)"
+        )
     else:
         yield warn(
             name,
             f"rewrites history in {len(broken)} of {len(found)} sample rows, first {broken[0]}: "
-            f"what a message was rendered as changes when another follows; {extra_turns} rows were "
-            "added, so that each answer trains after what the model sees then",
+            "the text of a message changes when another follows, so each answer trains after what "
+            f"the model sees then (rows added: {extra_turns})",
             "nothing, if all is kept; one row an answer costs more tokens than one a conversation",
         )
 
@@ -100,13 +102,13 @@ def check_answers(found: list[Talk], template: Template, counts: Counts) -> Iter
                 break
     refused = [one for one in counts.fates if "removes part of the answer" in one.reason]
     if not lost and not refused:
-        yield ok(name, f"thinking, text and calls of {len(found)} sample rows are rendered")
+        yield ok(name, f"thinking, text and calls are rendered ({len(found)} sample rows)")
         return
     first = lost[0] if lost else f"row {refused[0].number}: {refused[0].reason[:120]}"
     told = fail if len(refused) > 0.1 * len(counts.fates) else warn
     yield told(
         name,
-        f"the template strips answers: {first}; {len(refused)} rows are refused for it",
+        f"the template strips answers: {first}; rows refused for it: {len(refused)}",
         "give thinking in reasoning_content, set the template's mode (--template-options), or let "
         "the target answer (outrider generate), whose rows need no rendering",
     )
@@ -131,7 +133,8 @@ def check_tags(template: Template, counts: Counts, num_sample: int) -> Iterator[
     if astray:
         yield fail(
             name,
-            f"{len(astray)} rows disagree, first row {astray[0].number}: {astray[0].reason[:200]}",
+            f"rows that disagree: {len(astray)}, first row {astray[0].number}: "
+            f"{astray[0].reason[:200]}",
             "correct the tags in the target's chat template, or take them out: boundaries do "
             "without",
         )
