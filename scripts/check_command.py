@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str], entry: type[Settings]) -> tuple[CheckSettings, Settings]:
     """The command's own settings and the trainer's, from one command line."""
     both = dataclasses.make_dataclass(
-        "Check", [("ours", CheckSettings), ("run", entry)], kw_only=True, frozen=True
+        "Check", [("check", CheckSettings), ("training", entry)], kw_only=True, frozen=True
     )
     words = expand(["--output", OUTPUT, *argv], entry)
     found: Any = tyro.cli(
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], entry: type[Settings]) -> tuple[CheckSettings, Se
         description=DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    return found.ours, found.run
+    return found.check, found.training
 
 
 def torch_threads(number: int) -> None:

@@ -1,11 +1,26 @@
 """`outrider check` on rows and templates: cases of data that lies, each with its remedy."""
 
 import json
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import yaml
+from tokenizers.processors import TemplateProcessing
 
+from outrider.data.chat import RowError, Template
+from outrider.data.collect import Collector
+from outrider.data.forms import RecordReader
+from outrider.data.mixture import Numbered
+from outrider.data.rows import Reading, Row
+from outrider.data.workers import Outcome
 from outrider.scripts import cli
+from outrider.train.check import template as template_checks
+from outrider.train.check.case import SAMPLE, Sample
+from outrider.train.check.rows import check_starts
 from outrider.train.eagle import main as train
 
 END = "<|end|>"
@@ -259,6 +274,18 @@ def test_bos_twice_fails_and_bos_that_is_lacking_is_told(check, make_tokenizer):
     assert check([once]).found["BOS"].verdict == "ok"
 
 
+def test_a_tokenizer_that_adds_bos_is_compared_with_the_rows(make_target):
+    target = make_target()
+    backend = target.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 0)]
+    )
+    row = Row(torch.tensor([10, 11, 2]), torch.tensor([False, False, True]), "r", "all", 2)
+    (told,) = check_starts(SimpleNamespace(rows=[row]), target)
+    assert told.verdict == "warn"
+    assert "1 rows lack the BOS token that the tokenizer adds (r)" in told.seen
+
+
 def test_rows_supervised_throughout_are_told(check):
     told = check([{"input_ids": [*range(10, 20), 2], "loss_mask": [1] * 11}]).found
     assert told["supervised tokens"].verdict == "warn"
@@ -340,3 +367,68 @@ def test_nothing_is_written_where_nothing_is_to_fix(check, tmp_path):
     assert result.code == 0
     assert not (tmp_path / "fixed").exists()
     assert not (tmp_path / "runs").exists()
+
+
+FAMILIES = Path(__file__).parent / "templates"
+FACTS = yaml.safe_load((FAMILIES / "families.yaml").read_text())
+MODES = {"harmony": {"reasoning_effort", "date"}, "qwen3": {"enable_thinking"}}
+
+
+def family(name, make_tokenizer):
+    """A template of a well-known family over the tiny tokenizer."""
+    facts, tokenizer = FACTS[name], make_tokenizer()
+    stops = [*facts["stops"], *facts.get("special", [])]
+    tokenizer.add_special_tokens({"eos_token": stops[0], "additional_special_tokens": stops})
+    tokenizer.chat_template = (FAMILIES / f"{name}.jinja").read_text()
+    return tokenizer, tuple(tokenizer.convert_tokens_to_ids(facts["stops"]))
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_templates_of_well_known_families_are_told_rightly(name, make_tokenizer):
+    tokenizer, ends = family(name, make_tokenizer)
+    for number, case in enumerate(FACTS[name]["cases"], start=1):
+        record, sample = {"messages": case["messages"], "tools": case.get("tools")}, Sample()
+        reader = RecordReader(
+            tokenizer=tokenizer,
+            eos_ids=ends,
+            tokenizer_size=len(tokenizer) + 1,
+            options=case.get("options", {}),
+        )
+        template = reader.template
+        assert template_checks.modes_of(template) == MODES.get(name, set())
+        collector = Collector(reader, Reading(max_length=4096))
+        try:
+            outcome = Outcome(Numbered("d", number, record), reader.encode(record), None)
+        except RowError as refusal:
+            outcome = Outcome(Numbered("d", number, record), [], str(refusal))
+        sample.watch(outcome)
+        collector.add(outcome)
+        counts, talks = collector.counts, template_checks.talks(sample, reader)
+        (told,) = template_checks.check_answers(talks, template, counts)
+        strips = any("removes part" in fate.reason for fate in counts.fates)
+        assert (told.verdict == "fail") == strips, (case["name"], told)
+        (told,) = template_checks.check_prefixes(talks, template, counts.extra_turns)
+        assert counts.extra_turns == 0 or told.verdict == "warn", (case["name"], told)
+    assert FACTS[name]["cases"]
+
+
+def test_the_date_is_pinned_in_the_templates_own_form(make_tokenizer):
+    tokenizer, ends = family("harmony", make_tokenizer)
+    (told,) = template_checks.check_date(Template(tokenizer=tokenizer, eos_ids=ends))
+    pin = f"date={date.today():%Y-%m-%d}"
+    assert told.fix == {"template_options": (pin,)}
+    assert f"--template-options '{pin}'" in told.remedy
+    options = {"date": "2024-07-26"}
+    pinned = Template(tokenizer=tokenizer, eos_ids=ends, options=options)
+    assert [one.verdict for one in template_checks.check_date(pinned)] == ["ok"]
+
+
+def test_the_sample_is_spread_over_all_rows_and_stays_small():
+    sample = Sample()
+    for number in range(1000):
+        sample.watch(Outcome(Numbered("d", number, {}), [], "refused"))
+    places = [kept.found.number for kept in sample.kept]
+    assert SAMPLE // 2 <= len(places) <= SAMPLE
+    assert places[0] == 0
+    assert places[-1] > 900
+    assert len({b - a for a, b in pairwise(places)}) == 1

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from outrider.data import target as target_module
 from outrider.data.target import Captured, Target
+from outrider.heads import EagleConfig, EagleHead
 from outrider.scripts import cli
 from outrider.train import refusals
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
 from outrider.train.check.head import shallow_layers
 from outrider.train.check.needs import duration, sections
-from outrider.train.check.target import check_tables, check_vocabulary
+from outrider.train.check.target import check_rotary, check_tables, check_vocabulary
 
 Train = Callable[..., Path]
 
@@ -251,6 +252,14 @@ def test_a_target_that_is_not_there_leaves_the_rest_skipped(check: Check, tmp_pa
     assert result.found["rows"].seen == "needs the target, which a check above did not get"
 
 
+def test_a_target_whose_positions_cannot_be_read_is_told(target_folder: Path) -> None:
+    target = Target.load(str(target_folder))
+    head = EagleHead(EagleConfig.from_target(target.config))
+    (told,) = check_rotary(head, replace(target, decoder=torch.nn.Identity()))
+    assert told.verdict == "warn"
+    assert "no rotary positions" in told.seen
+
+
 # The head
 
 
@@ -473,7 +482,8 @@ def test_layers_of_shallow_targets_are_rising_ids() -> None:
 
 def test_durations_and_sections() -> None:
     assert [duration(x) for x in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]
-    told = "data:\n  rows\nmemory (estimate): peak 2\n  one\n  two\ndisk: 3 GiB\ntime on x: 5 s"
+    told = "data:\n  rows\nmemory (estimate): peak 2\n  one\n  two\ndisk (estimate):\n  3 GiB\n"
+    told += "time on x: 5 s"
     assert dict(sections(told)) == {
         "data": "rows",
         "memory": "(estimate): peak 2; one; two",

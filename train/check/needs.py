@@ -41,7 +41,7 @@ def sections(told: str) -> Iterator[tuple[str, str]]:
         if heading:
             yield heading, "; ".join(body)
         heading, _, rest = line.partition(" ")
-        body = [rest.rstrip(":")] if rest else []
+        body = [word for word in (rest.rstrip(":"),) if word not in ("", "(estimate)")]
         heading = heading.rstrip(":")
     if heading:
         yield heading, "; ".join(body)

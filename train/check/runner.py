@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,10 @@ class Report:
 
 
 def check(settings: Settings, *, num_shown: int = 3) -> Report:
-    """Run every check that can run on settings that a training would take; nothing is written."""
+    """Run every check that can run on settings that a training would take.
+
+    Nothing is written but the row_report that they ask for.
+    """
     start = time.perf_counter()
     wanted = settings.run.device
     is_cuda = wanted != "cpu" and torch.cuda.is_available()
@@ -134,6 +138,8 @@ def _rows(case: Case) -> Iterator[Finding]:
         yield failed("rows", error, **mode_fix(data.data, reading))
         return
     case.give(Collector, collector)
+    if data.row_report is not None:
+        collector.counts.write(Path(data.row_report))
     case.give(Sample, sample)
     counts = collector.counts
     most = getattr(target.config, "max_position_embeddings", None) or reading.max_length

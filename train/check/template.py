@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from outrider.data.counts import Counts
 from outrider.data.forms import CONVERSATIONS, RecordReader
@@ -22,6 +22,8 @@ GIVEN = {
 }
 """Names that are no modes: what the tokenizer passes to every template."""
 ENDS = re.compile(r"\{%-?\s*(generation|endgeneration)\s*-?%\}")
+
+STRFTIME = re.compile(r"strftime_now\(\s*['\"]([^'\"]+)['\"]")
 
 
 class Talk(NamedTuple):
@@ -73,17 +75,24 @@ def check_prefixes(found: list[Talk], template: Template, extra_turns: int) -> I
         yield warn(
             name,
             f"rewrites history in {len(broken)} of {len(found)} sample rows, first {broken[0]}: "
-            "the text of a message changes when another follows, so each answer trains after what "
-            f"the model sees then (rows added: {extra_turns})",
+            "what stands before a message changes when it follows, so each answer trains after "
+            f"what the model sees then (rows added: {extra_turns})",
             "nothing, if all is kept; one row an answer costs more tokens than one a conversation",
         )
 
 
 def _extends(talk: Talk, count: int, template: Template) -> bool | None:
-    """Whether one message more extends the text; None where the template refuses the part."""
+    """Whether one message more extends the text, and an answer the prompt that asks for it.
+
+    None where the template refuses the part.
+    """
     try:
         before = template.write(talk.messages[:count], talk.tools, prompt=False)
         whole = template.write(talk.messages[: count + 1], talk.tools, prompt=False)
+        if talk.messages[count].get("role") == "assistant":
+            asked = template.write(talk.messages[:count], talk.tools, prompt=True)
+            if not whole.startswith(asked):
+                return False
     except RowError:
         return None
     ends = ("", *(template.text([token]) for token in template.eos_ids))
@@ -101,17 +110,23 @@ def check_answers(found: list[Talk], template: Template, counts: Counts) -> Iter
                 lost.append(f"row {talk.number} message {place} loses {part[:60]!r}")
                 break
     refused = [one for one in counts.fates if "removes part of the answer" in one.reason]
-    if not lost and not refused:
+    if refused:
+        told = fail if len(refused) > 0.1 * len(counts.fates) else warn
+        first = lost[0] if lost else f"row {refused[0].number}: {refused[0].reason[:120]}"
+        yield told(
+            name,
+            f"the template strips answers: {first}; rows refused for it: {len(refused)}",
+            "give thinking in reasoning_content, set the template's mode (--template-options), or "
+            "let the target answer (outrider generate), whose rows need no rendering",
+        )
+    elif lost:
+        yield ok(
+            name,
+            f"the template strips answers ({lost[0]}); rows hold them after the prompt, as the "
+            "model says them",
+        )
+    else:
         yield ok(name, f"thinking, text and calls are rendered ({len(found)} sample rows)")
-        return
-    first = lost[0] if lost else f"row {refused[0].number}: {refused[0].reason[:120]}"
-    told = fail if len(refused) > 0.1 * len(counts.fates) else warn
-    yield told(
-        name,
-        f"the template strips answers: {first}; rows refused for it: {len(refused)}",
-        "give thinking in reasoning_content, set the template's mode (--template-options), or let "
-        "the target answer (outrider generate), whose rows need no rendering",
-    )
 
 
 def _lost(messages: Sequence[Message], tools: object, template: Template) -> str | None:
@@ -143,14 +158,23 @@ def check_tags(template: Template, counts: Counts, num_sample: int) -> Iterator[
 
 
 def modes_of(template: Template) -> set[str]:
-    """Names that the template reads and that are not passed to every template."""
+    """Names that the template reads, and that neither the tokenizer nor it itself sets.
+
+    One that it sets only where it is not defined, a default, is a mode too.
+    """
     text = ENDS.sub("", str(template.tokenizer.chat_template))
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
     try:
-        found = meta.find_undeclared_variables(environment.parse(text))
+        tree = environment.parse(text)
     except jinja2.TemplateSyntaxError:
         return set()
-    return {name for name in found - GIVEN if not name.endswith("_token")}
+    names = list(tree.find_all(nodes.Name))
+    own = {one.name for one in names if one.ctx == "store"}
+    tests = [one.node for one in tree.find_all(nodes.Test) if one.name in ("defined", "undefined")]
+    tests += [one.node for one in tree.find_all(nodes.Filter) if one.name in ("default", "d")]
+    asked = {one.name for one in tests if isinstance(one, nodes.Name)}
+    free = meta.find_undeclared_variables(tree) - GIVEN - (own - asked)
+    return {name for name in free if not name.endswith("_token")}
 
 
 def check_modes(template: Template) -> Iterator[Finding]:
@@ -196,8 +220,9 @@ def check_date(template: Template) -> Iterator[Finding]:
         yield ok(name, f"pinned: {given[0]}={template.options[given[0]]}")
         return
     if pins:
-        today = f"{pins[0]}={date.today():%d %b %Y}"
-        fix = {"template_options": (*words(template.options), today)}
+        form = STRFTIME.search(str(template.tokenizer.chat_template))
+        today = date.today().strftime(form[1] if form else "%d %b %Y")
+        fix = {"template_options": (*words(template.options), f"{pins[0]}={today}")}
     yield warn(
         name,
         "the chat template writes today's date, so rows read on another day differ",
