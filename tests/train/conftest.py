@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.target import Target
+from outrider.scripts import cli
 from outrider.train.eagle import main
 
 VOCAB, TOKENIZER = 128, 97
@@ -141,5 +143,41 @@ def train(tmp_path: Path, target_folder: Path, rows_file: Path) -> Callable[...,
         }
         main([*(word for name in given for word in (f"--{name}", str(given[name]))), *flags])
         return folder
+
+    return run
+
+
+class Checked(NamedTuple):
+    """What `outrider check` said."""
+
+    code: int
+    said: str
+    found: dict[str, Any]
+    record: dict[str, Any]
+
+    @property
+    def wrong(self) -> list[str]:
+        """Names of what failed."""
+        return [name for name, one in self.found.items() if one.verdict == "fail"]
+
+
+@pytest.fixture
+def check(
+    tmp_path: Path, target_folder: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Checked]:
+    def run(*flags: str, target: Path = target_folder, data: Path = rows_file) -> Checked:
+        path = tmp_path / "check.json"
+        path.unlink(missing_ok=True)
+        given = ["--target", target, "--data", data, "--device", "cpu", "--max-length", "64"]
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main(["check", *map(str, given), "--json", str(path), *flags])
+        except SystemExit as caught:
+            code = int(caught.code or 0)
+        said = capsys.readouterr()
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = {one["name"]: SimpleNamespace(**one) for one in record.get("findings", [])}
+        return Checked(code, said.out + said.err, found, record)
 
     return run

@@ -7,7 +7,6 @@ import torch
 
 from outrider.data.chat import Encoded
 from outrider.data.mixture import Numbered
-from outrider.data.rows import Row
 from outrider.data.workers import Outcome
 from outrider.train.settings import Settings
 
@@ -55,13 +54,6 @@ class Sample:
             if len(self.kept) > SAMPLE:
                 self.kept, self.stride = self.kept[::2], 2 * self.stride
         self.seen += 1
-
-
-@dataclass(frozen=True)
-class Picked:
-    """Rows that the step runs on, and whether they stand in one pack."""
-
-    rows: list[Row]
 
 
 @dataclass(kw_only=True)

@@ -50,7 +50,7 @@ def write_fixes(report: Report, folder: Path, before: Collection[str] = ()) -> F
     if rows is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / ROWS
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in rows))
+        write_whole(path, "".join(json.dumps(record, default=str) + "\n" for record in rows))
         changes["data"] = str(path)
     if not changes:
         return None
