@@ -211,9 +211,9 @@ def _round_to_4(rotated_NLH: Tensor) -> tuple[Tensor, Tensor]:
     spread_NL1 = rotated_NLH.square().mean(-1, keepdim=True).sqrt()
     unit = rotated_NLH / spread_NL1.where(spread_NL1 > 0, 1.0)
     codes = torch.zeros_like(unit, dtype=torch.uint8)
-    for bound in ((levels[1:] + levels[:-1]) / 2).tolist():  # a third of the time of bucketize
-        codes += unit > bound
-    chosen = levels[codes.int()]
+    for bound in ((levels[1:] + levels[:-1]) / 2).tolist():  # a sixth of the time of bucketize
+        codes += (unit > bound).view(torch.uint8)
+    chosen = levels.index_select(0, codes.flatten().int()).view_as(rotated_NLH)
     scale_NL = (rotated_NLH * chosen).sum(-1) / chosen.square().sum(-1)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale_NL.to(torch.bfloat16)
 
