@@ -196,8 +196,9 @@ class Packed:
 
     def decode(self, row: Row, found: Mapping[str, Tensor]) -> StoredRow:
         kept = found["scale"].shape[0]
-        state_TX = torch.zeros(len(row), (len(self.layers) or 1) * self.width, dtype=torch.bfloat16)
+        state_TX = torch.empty(len(row), (len(self.layers) or 1) * self.width, dtype=torch.bfloat16)
         state_TX[:kept] = self.codec.decode(found).flatten(1)
+        state_TX[kept:] = 0
         nothing = state_TX[:, :0]
         aux_TF, last_TH = (state_TX, nothing) if self.layers else (nothing, state_TX)
         sums_S2 = found["law_sums"]

@@ -10,7 +10,9 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -121,7 +123,8 @@ class FeatureStore:
             desc="target features",
             disable=not progress or not missing,
         ) as bar:
-            _write(folder, missing, layout, states or TargetStates(target, layout.layers), bar)
+            of = states or TargetStates(target, layout.layers)
+            _write(folder, missing, layout, lambda part: _shard(part, layout, of, bar))
         return cls(folder, rows, layout)
 
     def __len__(self) -> int:
@@ -178,23 +181,51 @@ def _write(
     folder: Folder,
     missing: Mapping[int, list[Row]],
     layout: Layout,
-    states: States,
-    bar: "tqdm[NoReturn]",
+    make: Callable[[list[Row]], dict[str, Tensor]],
 ) -> None:
     """Write what no other process writes, then wait for what others do (or write it for them)."""
     todo = list(missing)
     if isinstance(folder, CloudFolder):  # no locks there: begin anywhere, meet others seldom
         random.shuffle(todo)
-    for wait in (False, True):
-        left: list[int] = []
-        for number in todo:
-            name, rows = _shard_name(number), missing[number]
-            with folder.claim(number, wait=wait) as is_mine:
-                if not is_mine:
-                    left.append(number)
-                elif not folder.has(name, needed(layout, rows)):
-                    folder.write(name, _shard(rows, layout, states, bar))
-        todo = left
+    with ThreadPoolExecutor(1, thread_name_prefix="store") as writer:
+        for wait in (False, True):
+            part = {number: missing[number] for number in todo}
+            todo = _write_free(folder, part, layout, make, writer, wait=wait)
+
+
+def _write_free(
+    folder: Folder,
+    missing: Mapping[int, list[Row]],
+    layout: Layout,
+    make: Callable[[list[Row]], dict[str, Tensor]],
+    writer: Executor,
+    *,
+    wait: bool,
+) -> list[int]:
+    """Make and write the shards that can be claimed; returns the others.
+
+    A shard goes to the disk while the next one is made. Its claim is held until it is there.
+    """
+    left: list[int] = []
+    written: Future[None] | None = None
+    for number, rows in missing.items():
+        name = _shard_name(number)
+        with ExitStack() as held:
+            if not held.enter_context(folder.claim(number, wait=wait)):
+                left.append(number)
+            elif not folder.has(name, needed(layout, rows)):
+                tensors = make(rows)
+                if written is not None:
+                    written.result()
+                written = writer.submit(_put, folder, name, tensors, held.pop_all())
+    if written is not None:
+        written.result()
+    return left
+
+
+def _put(folder: Folder, name: str, tensors: Mapping[str, Tensor], claimed: ExitStack) -> None:
+    with claimed:
+        folder.write(name, tensors)
 
 
 def _shard(
