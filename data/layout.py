@@ -42,6 +42,11 @@ class Layout(Protocol):
         ...
 
     @property
+    def width(self) -> int:
+        """Hidden size of the target."""
+        ...
+
+    @property
     def parts(self) -> Mapping[str, Part]:
         """The tensors of a shard by name."""
         ...
