@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,8 @@ def short_factors() -> Generator[None]:
     Where the factors are bfloat16 numbers, their products are exact and only the order of the sums
     differs; it takes half the time on a CPU that multiplies bfloat16.
     """
-    setting = torch.backends.mkldnn.matmul
+    backend: Any = torch.backends.mkldnn  # its stub lacks the setting
+    setting = backend.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

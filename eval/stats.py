@@ -115,7 +115,8 @@ def _pooled_difference(
 
 
 def _mean_quotient(*columns: Floats, axis: int = -1) -> Floats:
-    pooled = [_pooled(*columns[i : i + 2], axis) for i in range(0, len(columns), 2)]
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    pooled = [_pooled(top, bottom, axis) for top, bottom in pairs]
     return np.mean([a / b for a, b in zip(pooled[::2], pooled[1::2], strict=True)], axis=0)
 
 

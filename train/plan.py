@@ -114,6 +114,7 @@ class Plan:
     """Trained on, all epochs together."""
     trained: int
     frozen: int
+    has_average: bool
     disk: Disk
     memory: Memory
     time: Time
@@ -143,8 +144,9 @@ class Plan:
         return [
             f"memory (estimate): peak {gib(memory.peak)}",
             (
-                f"  target {gib(memory.target)}; head with gradients, moments and average "
-                f"{gib(memory.state)}; activations of a step {gib(memory.activations)}"
+                f"  target {gib(memory.target)}; head with gradients, moments"
+                f"{' and average' if self.has_average else ''} {gib(memory.state)}; activations of "
+                f"a step {gib(memory.activations)}"
             ),
             (
                 f"  above these: computing features {gib(memory.features)}, a new head's start "
@@ -222,6 +224,7 @@ def plan_of(job: Job, machine: Machine) -> Plan:
         tokens=settings.run.epochs * job.num_tokens,
         trained=count(job.head, is_trained=True),
         frozen=count(job.head, is_trained=False),
+        has_average=settings.optim.ema is not None,
         disk=disk_of(job),
         memory=memory_of(job.head, job.target, stored, settings, job.joint, job.num_tokens),
         time=time_of(job, steps, machine),
@@ -245,8 +248,8 @@ def disk_of(job: Job) -> Disk:
     settings, head = job.settings, job.head
     features = 0.0
     if is_stored(settings):
-        size = store_bytes if job.scale == 1 else lambda rows, form: num_bytes(form, rows)
-        features = job.scale * size(job.rows, job.layout)
+        whole = store_bytes(job.rows, job.layout)
+        features = whole if job.scale == 1 else job.scale * num_bytes(job.layout, job.rows)
     trained = count(head, is_trained=True)
     weights = 4 * (trained + count(head, is_trained=False))
     inner = sum(value.numel() for value in inner_matrices(head, settings.optim))

@@ -21,7 +21,7 @@ from outrider.data.store import PASS_TOKENS
 from outrider.data.target import Target
 from outrider.heads import HEADS, DraftHead, HeadConfig, Tables
 from outrider.train import muon
-from outrider.train.objectives import task_of
+from outrider.train.objectives import DraftWork, task_of
 from outrider.train.optim import by_split, inner_matrices
 from outrider.train.settings import Settings
 from outrider.train.start import settle
@@ -157,8 +157,16 @@ def step_ops(head: DraftHead, settings: Settings, rows: Sequence[Row], layout: L
     task.to(META)
     with FlopCounterMode(display=False) as counter:
         for work in works:
-            task(work.to(META)).loss.backward()
+            task(blank(work)).loss.backward()
     return counter.get_total_flops() / len(chosen)
+
+
+def blank(work: DraftWork) -> DraftWork:
+    """The same work without values, but for the blocks of a deep head, which follow from them."""
+    moved = work.to(META)
+    blocks = [one._replace(hidden=one.hidden.to(META)) for one in work.plan.everywhere]
+    vars(moved.plan)["everywhere"] = tuple(blocks)  # what the cached property would compute
+    return moved
 
 
 def muon_ops(head: DraftHead, settings: Settings) -> float:
