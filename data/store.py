@@ -133,18 +133,22 @@ class FeatureStore:
 
     def row(self, index: int) -> StoredRow:
         """One row with its features."""
-        number, starts = self._places[index]
-        row, file = self._rows[index], self._open(number)
-        counts = {per: self.layout.count(row, per) for per in starts}
-        found = {
-            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
-            for name, part in self.layout.parts.items()
-        }
-        return self.layout.decode(row, found)
+        return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int]) -> list[StoredRow]:
         """The named rows with their features."""
-        return [self.row(index) for index in indices]
+        found = [self._share(index) for index in indices]
+        return self.layout.decode([self._rows[index] for index in indices], found)
+
+    def _share(self, index: int) -> dict[str, Tensor]:
+        """A row's part of every tensor of its shard."""
+        number, starts = self._places[index]
+        row, file = self._rows[index], self._open(number)
+        counts = {per: self.layout.count(row, per) for per in starts}
+        return {
+            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
+            for name, part in self.layout.parts.items()
+        }
 
     def _opened(self, number: int) -> Any:  # noqa: ANN401 - safetensors has no type for it
         return safe_open(self.folder.path(_shard_name(number)), framework="pt")

@@ -30,6 +30,9 @@ class JointNeeds(NamedTuple):
     """What is trained of the target."""
     activations: int
     """Bytes that the target keeps for the backward pass of one micro-batch."""
+    logits: int
+    """Bytes of the chunk of logits that hold the target to its original, with what is made of them;
+    never there together with the head's own chunk."""
     export: int
     """Bytes of one exported pair besides the head."""
 
@@ -69,7 +72,8 @@ def joint_needs(tuning: Tuning, settings: Settings, rows: Sequence[Row]) -> Join
     states = STATES * positions * width * tuning.target.dtype.itemsize
     return JointNeeds(
         parameters=values,
-        activations=positions * saved_bytes(tuning, probe) // probe + 6 * 4 * logits + states,
+        activations=positions * saved_bytes(tuning, probe) // probe + states,
+        logits=6 * 4 * logits,
         export=whole + (0 if is_full else adapters),
     )
 

@@ -70,6 +70,7 @@ def memory_of(
     kept = (len(head.config.aux_layers) + 1) * target.hidden_size
     dtype = torch.bfloat16 if settings.run.precision == "bf16" else torch.float32
     step = step_bytes(head.config, positions, settings.num_steps, dtype)
+    step += max(0, joint.logits - chunk_bytes(head.config, positions, settings.num_steps))
     starts = settings.head.starts_from_states
     return Memory(
         process=PROCESS_BYTES,
@@ -98,8 +99,13 @@ def step_bytes(config: HeadConfig, positions: int, num_steps: int, dtype: torch.
 
     The logits are a chunk's, with what is made of them. scripts/memory_bench.py measures the same.
     """
-    logits = 4 * min(CHUNK_ELEMENTS, positions * num_steps * config.draft_vocab_size)
-    return positions * num_steps * config.activation_width * dtype.itemsize + 3 * logits
+    kept = positions * num_steps * config.activation_width * dtype.itemsize
+    return kept + chunk_bytes(config, positions, num_steps)
+
+
+def chunk_bytes(config: HeadConfig, positions: int, num_steps: int) -> int:
+    """Bytes of a chunk of logits, with what is made of them."""
+    return 3 * 4 * min(CHUNK_ELEMENTS, positions * num_steps * config.draft_vocab_size)
 
 
 def teacher_bytes(head: DraftHead, settings: Settings) -> int:

@@ -39,7 +39,7 @@ from outrider.train.work import (
 )
 
 GIB = 1024**3
-NO_NEEDS = JointNeeds(parameters=0, activations=0, export=0)
+NO_NEEDS = JointNeeds(parameters=0, activations=0, logits=0, export=0)
 
 
 @dataclass(frozen=True, kw_only=True)
