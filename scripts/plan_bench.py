@@ -2,6 +2,7 @@
 
     python -m outrider.scripts.plan_bench --recipe demo-quick --output runs/plan-bench
 
+All other flags are the trainer's, such as --max-tokens 90000.
 Each round measures this machine anew (`outrider plan --measure`), then trains in a fresh folder,
 one process after the other, so that a machine whose speed changes over minutes does not spoil the
 comparison; the median of the rounds is what counts. Memory is the peak of a process's own pages
@@ -37,8 +38,6 @@ class Settings:
     """The trainer."""
     recipe: str = "demo-quick"
     """Recipe file, or the name of a shipped one."""
-    flags: str = ""
-    """More flags of the trainer, as one text."""
     rounds: int = 1
     """Plans and runs, in turn."""
 
@@ -52,19 +51,19 @@ class Run(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Plan, run, print and write."""
-    settings = tyro.cli(Settings, args=argv, prog="plan_bench")
-    rounds = [one_round(settings, number) for number in range(settings.rounds)]
+    settings, more = tyro.cli(Settings, args=argv, prog="plan_bench", return_unknown_args=True)
+    rounds = [one_round(settings, more, number) for number in range(settings.rounds)]
     settings.output.mkdir(parents=True, exist_ok=True)
     write_whole(settings.output / "plan-bench.json", json.dumps(rounds, indent=1) + "\n")
     print(table(rounds))
 
 
-def one_round(settings: Settings, number: int) -> dict[str, Any]:
+def one_round(settings: Settings, more: Sequence[str], number: int) -> dict[str, Any]:
     """The plan's figures and the run's, by name: pairs of estimate and measurement."""
     folder = settings.output / f"round-{number}"
     if folder.exists():
         raise SystemExit(f"error: {folder} is there already; name another output")
-    flags = ["--recipe", settings.recipe, *settings.flags.split()]
+    flags = ["--recipe", settings.recipe, *more]
     flags += ["--output", str(folder / "run"), "--store", str(folder / "features")]
     command = [sys.executable, "-m", "outrider.scripts.cli", "plan", settings.kind, "--measure"]
     folder.mkdir(parents=True)

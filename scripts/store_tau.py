@@ -224,7 +224,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
     bounds = (one["over_prompts"], one["over_seeds"])
     return [
         f"{one['over_prompts']['value']:.4f}",
-        *(f"[{each['low']:.4f}, {each['high']:.4f}]" for each in bounds),
+        *(f"[{x['low']:.4f}, {x['high']:.4f}]" if np.isfinite(x["low"]) else "" for x in bounds),
     ]
 
 

@@ -78,6 +78,8 @@ def test_the_interval_over_seeds_is_students() -> None:
     assert found.low == pytest.approx(np.exp(middle - half), rel=1e-6)
     assert found.high == pytest.approx(np.exp(middle + half), rel=1e-6)
     assert np.isnan(over_seeds([0.99]).low)
+    single: Any = {name: {0: {3: score([5.0, 4.0], [9.0, 9.0])}} for name in ("bfloat16", "int8")}
+    assert markdown(single, comparisons(single)).endswith("| 1.0000 | [1.0000, 1.0000] |  |\n")
 
 
 def test_runs_differ_in_store_and_seed_only() -> None:
