@@ -225,9 +225,10 @@ class Packed:
         nothing = state_TX[:, :0]
         aux_TF, last_TH = (state_TX, nothing) if self.layers else (nothing, state_TX)
         places_S = law_places(row)
-        at = [x.new_zeros(len(row), *x.shape[1:]).index_copy_(0, places_S, x) for x in law]
-        rest = len(self.vocabulary) - self.top_k
-        return StoredRow(row.ids, row.mask, aux_TF, last_TH, TopLaw(*at, rest))
+        whole = (x.new_zeros(len(row), *x.shape[1:]).index_copy_(0, places_S, x) for x in law)
+        ids, log_probs, log_normaliser, tail = whole
+        at = TopLaw(ids, log_probs, log_normaliser, tail, len(self.vocabulary) - self.top_k)
+        return StoredRow(row.ids, row.mask, aux_TF, last_TH, at)
 
 
 def law_places(row: Row) -> Tensor:

@@ -21,9 +21,10 @@ from outrider.data.target import Target
 from outrider.heads import CONFIGS
 from outrider.train.assembly import DTYPES, reading_of
 from outrider.train.calibrate import measure
+from outrider.train.job import Job
 from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
 from outrider.train.machine import Machine, machine_named
-from outrider.train.plan import Job, Plan, plan_of
+from outrider.train.plan import Plan, plan_of
 from outrider.train.probe import probed
 from outrider.train.recipe import parse
 from outrider.train.settings import Settings

@@ -28,11 +28,12 @@ from outrider.data.target import Target
 from outrider.eval.link import tables
 from outrider.heads import HEADS
 from outrider.train.assembly import DTYPES, ahead
+from outrider.train.job import Job
 from outrider.train.loop import Loop
 from outrider.train.machine import Machine
 from outrider.train.objectives import task_of
 from outrider.train.parts import Parts
-from outrider.train.plan import Job, existing
+from outrider.train.plan import existing
 from outrider.train.probe import probed
 from outrider.train.start import settle
 from outrider.train.work import forward_ops, law_ops, moment_bytes, muon_ops, step_ops

@@ -3,106 +3,23 @@
 `--plan` of the trainers and `outrider plan` print the same figures from the same functions.
 """
 
-import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from outrider.data.layout import Layout, num_bytes
-from outrider.data.packing import shuffled_packs
-from outrider.data.rows import Row
-from outrider.data.sampling import Sampling
-from outrider.data.store import store_bytes
-from outrider.data.target import Target
-from outrider.eval.offline.texts import read_texts
-from outrider.heads import DraftHead
 from outrider.train.assembly import Ground, is_stored, layout
-from outrider.train.joint_plan import JointNeeds, joint_needs
-from outrider.train.machine import DISK, Machine
+from outrider.train.duration import Time, clock, time_of
+from outrider.train.job import NO_NEEDS, Disk, Job, Steps, disk_of, steps_of
+from outrider.train.joint_plan import joint_needs
+from outrider.train.machine import Machine
 from outrider.train.memory import Memory, count, memory_of
-from outrider.train.optim import inner_matrices, state_bytes
 from outrider.train.preflight import notes
 from outrider.train.probe import probed
 from outrider.train.recipe import to_yaml
-from outrider.train.settings import Settings
-from outrider.train.validate import spread
-from outrider.train.work import (
-    blank_head,
-    forward_ops,
-    law_ops,
-    moment_bytes,
-    muon_ops,
-    pass_ops,
-    step_ops,
-)
+from outrider.train.work import blank_head
 
 GIB = 1024**3
-NO_NEEDS = JointNeeds(parameters=0, activations=0, logits=0, export=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a plan is made from: nothing of it need hold weights."""
-
-    settings: Settings
-    target: Target
-    head: DraftHead
-    rows: Sequence[Row]
-    layout: Layout
-    scale: float = 1.0
-    """How many times as many rows there are as in `rows`, which stand for them."""
-    rows_seconds: float | None = None
-    """What reading the rows took, where they were read."""
-    joint: JointNeeds = NO_NEEDS
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of an epoch."""
-        return round(self.scale * sum(len(row) for row in self.rows))
-
-
-class Steps(NamedTuple):
-    """How rows fall into packs and steps."""
-
-    packs: int
-    fill: float
-    micro_batches: int
-    per_epoch: int
-    total: int
-
-
-class Disk(NamedTuple):
-    """Bytes."""
-
-    features: float
-    checkpoints: float
-    """Those kept, and one in the making."""
-    exports: float
-    """best/ and last/."""
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(self)
-
-
-class Time(NamedTuple):
-    """Seconds of each part of a run."""
-
-    start: float
-    rows: float
-    features: float
-    heldout: float
-    """The held-out text's trace, and every evaluation."""
-    steps: float
-    saving: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,103 +149,9 @@ def plan_of(job: Job, machine: Machine) -> Plan:
     )
 
 
-def steps_of(job: Job) -> Steps:
-    """Packs and steps of an epoch and in all."""
-    run, data = job.settings.run, job.settings.data
-    lengths = [len(row) for row in job.rows]
-    packs = math.ceil(job.scale * len(shuffled_packs(lengths, data.max_length, run.seed)))
-    batches = math.ceil(packs / run.batch_size)
-    per_epoch = math.ceil(batches / run.accumulation)
-    fill = job.num_tokens / (packs * data.max_length)
-    return Steps(packs, fill, run.epochs * batches, per_epoch, run.epochs * per_epoch)
-
-
-def disk_of(job: Job) -> Disk:
-    """Bytes of the store, of checkpoints and of exported heads."""
-    settings, head = job.settings, job.head
-    features = 0.0
-    if is_stored(settings):
-        whole = store_bytes(job.rows, job.layout)
-        features = whole if job.scale == 1 else job.scale * num_bytes(job.layout, job.rows)
-    trained = count(head, is_trained=True)
-    weights = 4 * (trained + count(head, is_trained=False))
-    inner = sum(value.numel() for value in inner_matrices(head, settings.optim))
-    parameters = trained + job.joint.parameters
-    has_average = settings.optim.ema is not None
-    state = state_bytes(parameters, num_inner=inner, has_average=has_average)
-    kept = state - 4 * parameters + weights - 4 * trained  # gradients are not saved
-    copies = 2 if settings.data.heldout is not None else 1
-    return Disk(
-        features=features,
-        checkpoints=(settings.run.keep_last + 1) * kept,
-        exports=copies * weights + 3 * job.joint.export,
-    )
-
-
-def time_of(job: Job, steps: Steps, machine: Machine) -> Time:
-    """Seconds of each part: operations over the machine's rate of such operations."""
-    settings, rows, target = job.settings, job.rows, job.target
-    precision, dtype = settings.run.precision, settings.target.target_dtype
-    forward = machine.rate("forward", dtype)
-    ops = job.scale * forward_ops(target, rows)
-    raw = 2 * (len(job.head.config.aux_layers) + 1) * target.hidden_size * job.num_tokens
-    features = 0.0
-    if is_stored(settings):
-        laws = job.scale * law_ops(rows, job.layout) / forward
-        features = ops / forward + laws + raw / machine.write
-    a_batch = step_ops(job.head, settings, rows, job.layout) / machine.rate("step", precision)
-    reading = settings.run.epochs * raw / machine.read
-    if not is_stored(settings):
-        reading = settings.run.epochs * ops * (4 if settings.tuning is not None else 1) / forward
-    a_step = moment_bytes(job.head, settings) / machine.rate("optimiser", "adamw")
-    if settings.optim.optimizer == "muon":
-        a_step += muon_ops(job.head, settings) / machine.rate("optimiser", "muon")
-    evaluations = steps.total // (settings.run.eval_every or steps.per_epoch)
-    saves = steps.total // (settings.run.save_every or steps.per_epoch)
-    disk = disk_of(job)
-    return Time(
-        start=machine.start,
-        rows=job.rows_seconds or job.scale * len(rows) / machine.rows,
-        features=features,
-        heldout=heldout_seconds(job, machine, evaluations),
-        steps=steps.micro_batches * a_batch + steps.total * a_step + reading,
-        saving=saves * disk.checkpoints / (settings.run.keep_last + 1) / DISK,
-    )
-
-
-def heldout_seconds(job: Job, machine: Machine, evaluations: int) -> float:
-    """The trace of the held-out text, and a chain scored on it so many times, in float32."""
-    data, run = job.settings.data, job.settings.run
-    if data.heldout is None or (Path(data.heldout) / "meta.json").is_file():
-        return 0.0
-    texts = spread(read_texts(data.heldout, Sampling(temperature=0.0)), data.heldout_rows)
-    answers = sum(len(text.answer_ids) for text in texts)
-    lengths = [len(text.prompt_ids) + len(text.answer_ids) for text in texts]
-    target, config = job.target, job.head.config
-    table = 2 * target.hidden_size * target.vocab_size
-    layers = sum(pass_ops(target, [length]) for length in lengths)
-    forward = machine.rate("forward", job.settings.target.target_dtype)
-    trace = layers / forward + answers * table / forward
-    head = 2 * count(job.head, is_trained=True) + 2 * count(job.head, is_trained=False)
-    outputs = 2 * config.hidden_size * config.draft_vocab_size
-    chain = run.eval_depth * answers * (head + outputs) + answers * table
-    return trace + evaluations * chain / machine.rate("step", "fp32")
-
-
 def gib(size: float) -> str:
     """Bytes in GiB."""
     return f"{size / GIB:.2f} GiB"
-
-
-def clock(seconds: float) -> str:
-    """Seconds in the units that people use."""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02d} min"
 
 
 def existing(path: Path) -> Path:

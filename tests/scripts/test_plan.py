@@ -19,7 +19,7 @@ from outrider.scripts.cli import main as outrider
 from outrider.scripts.plan_command import PlanSettings, invented, main
 from outrider.train import eagle
 from outrider.train.calibrate import random_target
-from outrider.train.plan import clock
+from outrider.train.duration import clock
 
 
 @pytest.fixture(scope="module")
