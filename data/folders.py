@@ -8,8 +8,11 @@ that is fetched when first needed.
 import fcntl
 import hashlib
 import json
+import os
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -84,14 +87,25 @@ class LocalFolder(Folder):
 
     @contextmanager
     def claim(self, number: int, *, wait: bool) -> Generator[bool]:
-        """One byte of the lock file stands for one number; the system drops a dead holder's."""
-        with self.local.with_suffix(".lock").open("a") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
-            except BlockingIOError:
-                yield False
-                return
+        """One byte of the lock file stands for one number; the system drops a dead holder's.
+
+        The file stays open: to close it would give up every number that this process holds.
+        """
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
+        except BlockingIOError:
+            yield False
+            return
+        try:
             yield True
+        finally:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, number)
+
+    @cached_property
+    def _lock(self) -> int:
+        number = os.open(self.local.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, number)
+        return number
 
 
 class CloudFolder(Folder):

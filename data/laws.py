@@ -3,10 +3,11 @@
 Letters: N positions, M ids kept, H hidden size, W ids of the vocabulary that the law is over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +81,9 @@ class Vocabulary:
         return TopLaw(ids, log_probs, log_normaliser, tail, len(self) - size)
 
     def _top(self, last_NH: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits_NW = last_NH.float() @ self.table_WH.T
+        is_short = last_NH.dtype == torch.bfloat16 == self.target.dtype and not last_NH.is_cuda
+        with short_factors() if is_short else nullcontext():
+            logits_NW = last_NH.float() @ self.table_WH.T
         if self.target.softcap is not None:
             logits_NW = torch.tanh(logits_NW / self.target.softcap) * self.target.softcap
         top = logits_NW.topk(size, dim=-1)
@@ -90,3 +93,20 @@ class Vocabulary:
         log_probs_NM = top.values - log_normaliser_N[:, None]
         tail_N = (1 - log_probs_NM.double().exp().sum(-1)).clamp(min=0).float()
         return top.indices.int(), log_probs_NM, log_normaliser_N, tail_N
+
+
+@contextmanager
+def short_factors() -> Generator[None]:
+    """Let oneDNN multiply float32 matrices as bfloat16 ones, with float32 sums.
+
+    Where the factors are bfloat16 numbers, their products are exact and only the order of the sums
+    differs; it takes half the time on a CPU that multiplies bfloat16.
+    """
+    backend: Any = torch.backends.mkldnn  # its stub lacks the setting
+    setting = backend.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before

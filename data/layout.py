@@ -42,6 +42,11 @@ class Layout(Protocol):
         ...
 
     @property
+    def width(self) -> int:
+        """Hidden size of the target."""
+        ...
+
+    @property
     def parts(self) -> Mapping[str, Part]:
         """The tensors of a shard by name."""
         ...
@@ -58,8 +63,8 @@ class Layout(Protocol):
         """A document's share of every tensor."""
         ...
 
-    def decode(self, row: Row, found: Mapping[str, Tensor]) -> StoredRow:
-        """The document back from its share."""
+    def decode(self, rows: Sequence[Row], found: Sequence[Mapping[str, Tensor]]) -> list[StoredRow]:
+        """Documents back from their shares; several at once cost less than one by one."""
         ...
 
 
@@ -123,8 +128,11 @@ class Raw:
     ) -> dict[str, Tensor]:
         return {"aux": aux_TF.to("cpu", self.dtype), "last": last_TH.to("cpu", self.dtype)}
 
-    def decode(self, row: Row, found: Mapping[str, Tensor]) -> StoredRow:
-        return StoredRow(row.ids, row.mask, found["aux"], found["last"])
+    def decode(self, rows: Sequence[Row], found: Sequence[Mapping[str, Tensor]]) -> list[StoredRow]:
+        return [
+            StoredRow(row.ids, row.mask, share["aux"], share["last"])
+            for row, share in zip(rows, found, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,28 +202,33 @@ class Packed:
         }
         return {name: tensor.cpu() for name, tensor in found.items()}
 
-    def decode(self, row: Row, found: Mapping[str, Tensor]) -> StoredRow:
-        kept = found["scale"].shape[0]
-        state_TX = torch.zeros(len(row), (len(self.layers) or 1) * self.width, dtype=torch.bfloat16)
-        state_TX[:kept] = self.codec.decode(found).flatten(1)
-        nothing = state_TX[:, :0]
-        aux_TF, last_TH = (state_TX, nothing) if self.layers else (nothing, state_TX)
-        sums_S2 = found["law_sums"]
-        law = TopLaw(
-            self.vocabulary.ids_W[found["law_ids"].long()].int(),
-            found["law_log_probs"].float(),
+    def decode(self, rows: Sequence[Row], found: Sequence[Mapping[str, Tensor]]) -> list[StoredRow]:
+        whole = {name: torch.cat([share[name] for share in found]) for name in self.parts}
+        states = self.codec.decode(whole).flatten(1).split([len(one["scale"]) for one in found])
+        sums_S2 = whole["law_sums"]
+        law = (
+            self.vocabulary.ids_W[whole["law_ids"].long()].int(),
+            whole["law_log_probs"].float(),
             sums_S2[:, 0],
             sums_S2[:, 1],
-            len(self.vocabulary) - self.top_k,
         )
+        counts = [len(share["law_sums"]) for share in found]
+        laws = zip(*(tensor.split(counts) for tensor in law), strict=True)
+        return [self._row(*one) for one in zip(rows, states, laws, strict=True)]
+
+    def _row(self, row: Row, state_NX: Tensor, law: tuple[Tensor, ...]) -> StoredRow:
+        """States and laws at their places; zeros elsewhere."""
+        kept = len(state_NX)
+        state_TX = state_NX.new_empty(len(row), state_NX.shape[1], dtype=torch.bfloat16)
+        state_TX[:kept] = state_NX
+        state_TX[kept:] = 0
+        nothing = state_TX[:, :0]
+        aux_TF, last_TH = (state_TX, nothing) if self.layers else (nothing, state_TX)
         places_S = law_places(row)
-        return StoredRow(
-            row.ids,
-            row.mask,
-            aux_TF,
-            last_TH,
-            law.map(lambda x: x.new_zeros(len(row), *x.shape[1:]).index_copy_(0, places_S, x)),
-        )
+        whole = (x.new_zeros(len(row), *x.shape[1:]).index_copy_(0, places_S, x) for x in law)
+        ids, log_probs, log_normaliser, tail = whole
+        at = TopLaw(ids, log_probs, log_normaliser, tail, len(self.vocabulary) - self.top_k)
+        return StoredRow(row.ids, row.mask, aux_TF, last_TH, at)
 
 
 def law_places(row: Row) -> Tensor:

@@ -25,7 +25,7 @@ from typing_extensions import override
 MAX_LEVELS = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
 """Positive half of the 16 levels for a standard normal law."""
 FACTOR = 64
-"""Largest power of two that is rotated in one product."""
+"""Channels that are mixed in one product, at most."""
 LARGEST_FP8 = 448.0
 
 
@@ -145,39 +145,52 @@ CODECS: dict[str, Codec] = {
 def rotate(state: Tensor, *, back: bool = False) -> Tensor:
     """Random signs, then an orthogonal mix of all channels [..., H]; `back` undoes it.
 
-    The mix is a Kronecker product of small Hadamard matrices and, for the odd part of H, a cosine
-    transform: H times the sum of the factors multiplications instead of H squared.
+    The mix is a Kronecker product of a Hadamard matrix and, for the odd part of H, a cosine
+    transform, applied in blocks: H times the sum of their sizes multiplications, not H squared.
     """
     width, device = state.shape[-1], state.device
-    sizes = _factors(width)
     signs_H = _signs(width).to(state)
-    mixed = (state if back else state * signs_H).reshape(-1, *sizes)
-    for axis, size in enumerate(sizes, start=1):
-        mix = _mix(size).to(device, state.dtype)
-        mixed = (mixed.movedim(axis, -1) @ (mix if back else mix.T)).movedim(-1, axis)
+    mixed, inner = (state if back else state * signs_H).reshape(-1, width), width
+    for block in _blocks(width):
+        mix = block.to(device, state.dtype)
+        mix, size = mix.T if back else mix, len(mix)
+        inner //= size
+        if inner == 1:
+            mixed = mixed.reshape(-1, size) @ mix.T
+        else:
+            parts = mixed.reshape(-1, size, inner)
+            mixed = torch.bmm(mix.expand(len(parts), size, size), parts)
     mixed = mixed.reshape(state.shape)
     return mixed * signs_H if back else mixed
 
 
 @cache
-def _factors(width: int) -> tuple[int, ...]:
-    """Powers of two up to FACTOR, then the odd rest."""
-    sizes: list[int] = []
-    while width % 2 == 0:
-        size = math.gcd(width, FACTOR)
-        sizes.append(size)
-        width //= size
-    return (*sizes, width) if width > 1 else tuple(sizes)
+def _blocks(width: int) -> tuple[Tensor, ...]:
+    """Factors of the mix, the outermost first; the last one holds the odd part, if any.
+
+    All have about FACTOR rows at most, but for a larger odd part.
+    """
+    rest = width & -width
+    odd, inner = width // rest, 1
+    while inner < rest and 2 * inner * odd <= FACTOR:
+        inner *= 2
+    last = torch.kron(_hadamard(inner), _cosines(odd))
+    exponent = (rest // inner).bit_length() - 1
+    number = -(-exponent // (FACTOR.bit_length() - 1))
+    shares = [exponent // number + (i < exponent % number) for i in range(number)]
+    return (*(_hadamard(1 << share) for share in shares), last)
 
 
-@cache
-def _mix(size: int) -> Tensor:
-    """An orthogonal matrix: Hadamard's for a power of two, else the cosine transform (DCT-II)."""
-    if size & (size - 1) == 0:
-        mix = torch.ones(1, 1, dtype=torch.float64)
-        while len(mix) < size:
-            mix = torch.cat([torch.cat([mix, mix], 1), torch.cat([mix, -mix], 1)])
-        return mix / math.sqrt(size)
+def _hadamard(size: int) -> Tensor:
+    """An orthogonal matrix of a power of two rows, of one size of number (Sylvester's)."""
+    mix = torch.ones(1, 1, dtype=torch.float64)
+    while len(mix) < size:
+        mix = torch.cat([torch.cat([mix, mix], 1), torch.cat([mix, -mix], 1)])
+    return mix / math.sqrt(size)
+
+
+def _cosines(size: int) -> Tensor:
+    """The orthogonal cosine transform (DCT-II)."""
     order = torch.arange(size, dtype=torch.float64)
     mix = torch.cos(math.pi * order[:, None] * (order + 0.5) / size) * math.sqrt(2 / size)
     mix[0] /= math.sqrt(2)
@@ -211,17 +224,24 @@ def _round_to_4(rotated_NLH: Tensor) -> tuple[Tensor, Tensor]:
     spread_NL1 = rotated_NLH.square().mean(-1, keepdim=True).sqrt()
     unit = rotated_NLH / spread_NL1.where(spread_NL1 > 0, 1.0)
     codes = torch.zeros_like(unit, dtype=torch.uint8)
-    for bound in ((levels[1:] + levels[:-1]) / 2).tolist():  # a third of the time of bucketize
-        codes += unit > bound
-    chosen = levels[codes.int()]
+    for bound in ((levels[1:] + levels[:-1]) / 2).tolist():  # a sixth of the time of bucketize
+        codes += (unit > bound).view(torch.uint8)
+    chosen = levels.index_select(0, codes.flatten().int()).view_as(rotated_NLH)
     scale_NL = (rotated_NLH * chosen).sum(-1) / chosen.square().sum(-1)
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale_NL.to(torch.bfloat16)
 
 
 def _levels(codes_NLC: Tensor) -> Tensor:
     """The levels [N, L, H] that packed codes stand for."""
-    pairs = torch.stack([codes_NLC & 15, codes_NLC >> 4], dim=-1).flatten(-2)
-    return _all_levels().to(codes_NLC.device)[pairs.int()]
+    pairs = _pairs().to(codes_NLC.device).index_select(0, codes_NLC.flatten().int())
+    return pairs.view(*codes_NLC.shape[:-1], 2 * codes_NLC.shape[-1])
+
+
+@cache
+def _pairs() -> Tensor:
+    """The two levels of every byte of codes."""
+    byte, levels = torch.arange(256), _all_levels()
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=-1)
 
 
 @cache

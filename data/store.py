@@ -10,7 +10,9 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -121,7 +123,8 @@ class FeatureStore:
             desc="target features",
             disable=not progress or not missing,
         ) as bar:
-            _write(folder, missing, layout, states or TargetStates(target, layout.layers), bar)
+            of = states or TargetStates(target, layout.layers)
+            _write(folder, missing, layout, lambda part: _shard(part, layout, of, bar))
         return cls(folder, rows, layout)
 
     def __len__(self) -> int:
@@ -130,18 +133,22 @@ class FeatureStore:
 
     def row(self, index: int) -> StoredRow:
         """One row with its features."""
-        number, starts = self._places[index]
-        row, file = self._rows[index], self._open(number)
-        counts = {per: self.layout.count(row, per) for per in starts}
-        found = {
-            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
-            for name, part in self.layout.parts.items()
-        }
-        return self.layout.decode(row, found)
+        return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int]) -> list[StoredRow]:
         """The named rows with their features."""
-        return [self.row(index) for index in indices]
+        found = [self._share(index) for index in indices]
+        return self.layout.decode([self._rows[index] for index in indices], found)
+
+    def _share(self, index: int) -> dict[str, Tensor]:
+        """A row's part of every tensor of its shard."""
+        number, starts = self._places[index]
+        row, file = self._rows[index], self._open(number)
+        counts = {per: self.layout.count(row, per) for per in starts}
+        return {
+            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
+            for name, part in self.layout.parts.items()
+        }
 
     def _opened(self, number: int) -> Any:  # noqa: ANN401 - safetensors has no type for it
         return safe_open(self.folder.path(_shard_name(number)), framework="pt")
@@ -178,23 +185,51 @@ def _write(
     folder: Folder,
     missing: Mapping[int, list[Row]],
     layout: Layout,
-    states: States,
-    bar: "tqdm[NoReturn]",
+    make: Callable[[list[Row]], dict[str, Tensor]],
 ) -> None:
     """Write what no other process writes, then wait for what others do (or write it for them)."""
     todo = list(missing)
     if isinstance(folder, CloudFolder):  # no locks there: begin anywhere, meet others seldom
         random.shuffle(todo)
-    for wait in (False, True):
-        left: list[int] = []
-        for number in todo:
-            name, rows = _shard_name(number), missing[number]
-            with folder.claim(number, wait=wait) as is_mine:
-                if not is_mine:
-                    left.append(number)
-                elif not folder.has(name, needed(layout, rows)):
-                    folder.write(name, _shard(rows, layout, states, bar))
-        todo = left
+    with ThreadPoolExecutor(1, thread_name_prefix="store") as writer:
+        for wait in (False, True):
+            part = {number: missing[number] for number in todo}
+            todo = _write_free(folder, part, layout, make, writer, wait=wait)
+
+
+def _write_free(
+    folder: Folder,
+    missing: Mapping[int, list[Row]],
+    layout: Layout,
+    make: Callable[[list[Row]], dict[str, Tensor]],
+    writer: Executor,
+    *,
+    wait: bool,
+) -> list[int]:
+    """Make and write the shards that can be claimed; returns the others.
+
+    A shard goes to the disk while the next one is made. Its claim is held until it is there.
+    """
+    left: list[int] = []
+    written: Future[None] | None = None
+    for number, rows in missing.items():
+        name = _shard_name(number)
+        with ExitStack() as held:
+            if not held.enter_context(folder.claim(number, wait=wait)):
+                left.append(number)
+            elif not folder.has(name, needed(layout, rows)):
+                tensors = make(rows)
+                if written is not None:
+                    written.result()
+                written = writer.submit(_put, folder, name, tensors, held.pop_all())
+    if written is not None:
+        written.result()
+    return left
+
+
+def _put(folder: Folder, name: str, tensors: Mapping[str, Tensor], claimed: ExitStack) -> None:
+    with claimed:
+        folder.write(name, tensors)
 
 
 def _shard(

@@ -57,6 +57,24 @@ def ratio_difference(
     return _bootstrap(columns, _pooled_difference, seed, confidence, resamples)
 
 
+def mean_quotient(
+    pairs: Sequence[tuple[tuple[ArrayLike, ArrayLike], tuple[ArrayLike, ArrayLike]]],
+    *,
+    seed: int = 0,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+) -> Interval:
+    """Mean over pairs (a, b) of the pooled ratio of `a` over that of `b`, all of the same prompts.
+
+    A pair is two heads of one training seed, say; the interval is over prompts, seeds held fixed.
+    Raises ValueError for no pair, or arrays of unlike lengths.
+    """
+    if not pairs:
+        raise ValueError("pairs is empty; give at least one pair of columns")
+    columns = _columns(*(column for a, b in pairs for column in (*a, *b)))
+    return _bootstrap(columns, _mean_quotient, seed, confidence, resamples)
+
+
 def median(
     values_R: ArrayLike, *, seed: int = 0, confidence: float = 0.95, resamples: int = 2000
 ) -> Interval:
@@ -94,6 +112,12 @@ def _pooled_difference(
     top_a: Floats, bottom_a: Floats, top_b: Floats, bottom_b: Floats, axis: int = -1
 ) -> Floats:
     return _pooled(top_a, bottom_a, axis) - _pooled(top_b, bottom_b, axis)
+
+
+def _mean_quotient(*columns: Floats, axis: int = -1) -> Floats:
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    pooled = [_pooled(top, bottom, axis) for top, bottom in pairs]
+    return np.mean([a / b for a, b in zip(pooled[::2], pooled[1::2], strict=True)], axis=0)
 
 
 def _bootstrap(

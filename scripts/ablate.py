@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(f"{name:14}{flags or '(the recipe)'}" for name, flags in RUNS.items()))
         return
     for name in settings.runs:
-        train(settings, name)
+        train(settings.output / name, command_of(settings, name))
     torch.set_num_threads(settings.threads)
     target = Target.load(settings.target)
     folders = {name: settings.output / name / "best" for name in settings.runs}
@@ -155,19 +155,18 @@ def command_of(settings: Settings, name: str) -> list[str]:
     return [*words, *shlex.split(RUNS[name])]
 
 
-def train(settings: Settings, name: str) -> None:
-    """Train one run, or go on with it; the very same run is not begun again once it is done."""
-    flags = command_of(settings, name)
-    done = settings.output / name / "done.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8")) == flags:
-        print(f"{name}: done already in {done.parent}", flush=True)
+def train(folder: Path, flags: Sequence[str]) -> None:
+    """Train one EAGLE run, or go on with it; the very same run is not begun again once done."""
+    done = folder / "done.json"
+    if done.is_file() and json.loads(done.read_text(encoding="utf-8")) == [*flags]:
+        print(f"{folder.name}: done already in {folder}", flush=True)
         return
     command = [sys.executable, "-m", "outrider.train.eagle", *flags]
     print(shlex.join(command), flush=True)
     ended = subprocess.run(command, check=False)
     if ended.returncode:
         sys.exit(ended.returncode)
-    write_whole(done, json.dumps(flags) + "\n")
+    write_whole(done, json.dumps([*flags]) + "\n")
 
 
 def held_trace(

@@ -34,8 +34,8 @@ from outrider.heads import EagleConfig, EagleHead, Tables
 from outrider.heads.fused import score_pairs, teacher_of, teacher_probs
 from outrider.heads.losses import soft_ce
 from outrider.train.kinds import EagleObjective
+from outrider.train.memory import step_bytes
 from outrider.train.objectives import DraftTask, task_of
-from outrider.train.plan import step_bytes
 
 MIB = 1024**2
 DEMO = LlamaConfig(  # SmolLM2-135M-Instruct

@@ -75,7 +75,7 @@ def build(head: nn.Module, optim: OptimSettings) -> list[Optimizer]:
         betas = (optim.beta1, optim.beta2)
         found.append(torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True))
     if inner:
-        groups = [{"params": values, "split": split} for split, values in _by_split(head, inner)]
+        groups = [{"params": values, "split": split} for split, values in by_split(head, inner)]
         found.append(Muon(groups, lr=optim.muon_lr, weight_decay=optim.weight_decay))
     for optimizer in found:
         for group in optimizer.param_groups:
@@ -96,10 +96,10 @@ def inner_matrices(head: nn.Module, optim: OptimSettings) -> list[Tensor]:
     ]
 
 
-def _by_split(
+def by_split(
     head: nn.Module, inner: Iterable[Tensor]
 ) -> Iterator[tuple[Split | None, list[Tensor]]]:
-    """The matrices that Muon moves, grouped by the blocks into which they fall."""
+    """Matrices that Muon moves, grouped by the blocks into which they fall."""
     from outrider.heads.layers import Attention  # settings are read before torch models load
 
     splits: dict[int, Split] = {}

@@ -1,105 +1,157 @@
-"""`--plan`: what a run would do and need, printed before anything is spent."""
+"""What a run would do, take and need: disk, memory and time, told before anything is spent.
 
-import math
+`--plan` of the trainers and `outrider plan` print the same figures from the same functions.
+"""
+
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from outrider.data.packing import shuffled_packs
-from outrider.data.store import store_bytes
-from outrider.heads import HeadConfig
-from outrider.heads.fused import CHUNK_ELEMENTS
-from outrider.train.assembly import DTYPES, Ground, is_stored, layout
-from outrider.train.joint_plan import JointNeeds, joint_needs
-from outrider.train.optim import inner_matrices, state_bytes
+from outrider.train.assembly import Ground, is_stored, layout
+from outrider.train.duration import Time, clock, time_of
+from outrider.train.job import NO_NEEDS, Disk, Job, Steps, disk_of, steps_of
+from outrider.train.joint_plan import joint_needs
+from outrider.train.machine import Machine
+from outrider.train.memory import Memory, count, memory_of
 from outrider.train.preflight import notes
+from outrider.train.probe import probed
 from outrider.train.recipe import to_yaml
+from outrider.train.work import blank_head
 
 GIB = 1024**3
-NO_NEEDS = JointNeeds(parameters=0, activations=0, export=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run takes."""
+
+    steps: Steps
+    tokens: int
+    """Trained on, all epochs together."""
+    trained: int
+    frozen: int
+    has_average: bool
+    disk: Disk
+    memory: Memory
+    time: Time
+    machine: Machine
+
+    def record(self) -> dict[str, Any]:
+        """Ready for JSON: bytes and seconds."""
+        return {
+            "steps": self.steps._asdict(),
+            "tokens": self.tokens,
+            "parameters": {"trained": self.trained, "frozen": self.frozen},
+            "disk_bytes": {**self.disk._asdict(), "total": self.disk.total},
+            "memory_bytes": {**self.memory._asdict(), "peak": self.memory.peak},
+            "seconds": {**self.time._asdict(), "total": self.time.total},
+            "machine": {
+                "name": self.machine.name,
+                "source": self.machine.source,
+                "is_measured": self.machine.is_measured,
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Memory, disk and time as text."""
+        memory, disk, time = self.memory, self.disk, self.time
+        kind = "measured rates" if self.machine.is_measured else "an estimate"
+        parts = [(name, getattr(time, name)) for name in time._fields]
+        return [
+            f"memory (estimate): peak {gib(memory.peak)}",
+            (
+                f"  target {gib(memory.target)}; head with gradients, moments"
+                f"{' and average' if self.has_average else ''} {gib(memory.state)}; activations of "
+                f"a step {gib(memory.activations)}"
+            ),
+            (
+                f"  above these: computing features {gib(memory.features)}, a new head's start "
+                f"{gib(memory.start)}, judging {gib(memory.heldout)}; the process itself "
+                f"{gib(memory.process)}"
+            ),
+            f"disk: {gib(disk.total)}",
+            (
+                f"  features {gib(disk.features)}, checkpoints {gib(disk.checkpoints)}, best and "
+                f"last head {gib(disk.exports)}"
+            ),
+            f"time on {self.machine.name} ({kind}; {self.machine.source}): {clock(time.total)}",
+            "  " + ", ".join(f"{name} {clock(value)}" for name, value in parts),
+        ]
 
 
 def describe(ground: Ground) -> str:
-    """Resolved settings, counts, steps, parameters, memory and disk."""
+    """Resolved settings, counts, steps, parameters, memory, disk and time of a trainer's run."""
     settings, head = ground.settings, ground.head
-    run, data = settings.run, settings.data
-    packs = len(shuffled_packs([len(row) for row in ground.rows], data.max_length, run.seed))
-    per_epoch = math.ceil(math.ceil(packs / run.batch_size) / run.accumulation)
-    tokens = sum(len(row) for row in ground.rows)
-    fill = tokens / (packs * data.max_length)
-    parameters = sum(value.numel() for value in head.parameters() if value.requires_grad)
-    joint = joint_needs(ground.tuning, settings) if ground.tuning else NO_NEEDS
-    trained = parameters + joint.parameters
-    frozen = sum(value.numel() for value in head.parameters()) - parameters
-    disk = feature_bytes(ground)
-    has_average = settings.optim.ema is not None
-    inner = sum(value.numel() for value in inner_matrices(head, settings.optim))
-    state = state_bytes(trained, num_inner=inner, has_average=has_average)
-    exports = 2 * (parameters + frozen) * 4 + 3 * joint.export
-    checkpoints = (run.keep_last + 1) * (state - trained * 4 + frozen * 4) + exports
-    free = shutil.disk_usage(existing(Path(run.output))).free
+    job = job_of(ground)
+    plan = plan_of(job, probed(settings.run.threads, settings))
+    free = shutil.disk_usage(existing(Path(settings.run.output))).free
+    steps = plan.steps
     lines = [
         "settings (a recipe that repeats this run):",
         *("  " + line for line in to_yaml(settings).splitlines()),
         "data:",
         *("  " + line for line in str(ground.counts).splitlines()),
         *("  " + line for line in notes(ground.vocabulary, settings, head.config, ground.target)),
-        f"  packs: {packs} of {data.max_length} positions, {fill:.1%} filled",
+        f"  packs: {steps.packs} of {settings.data.max_length} positions, {steps.fill:.1%} filled",
         "steps:",
         (
-            f"  {per_epoch} optimiser steps an epoch, {run.epochs * per_epoch} in all, "
-            f"{run.epochs * tokens} tokens"
+            f"  {steps.per_epoch} optimiser steps an epoch, {steps.total} in all, "
+            f"{plan.tokens} tokens"
         ),
         "head:",
         (
-            f"  {parameters / 1e6:.2f} M trainable parameters, {frozen / 1e6:.2f} M frozen, layers "
-            f"{list(ground.layers)}, {settings.num_steps} unrolled steps"
+            f"  {plan.trained / 1e6:.2f} M trainable parameters, {plan.frozen / 1e6:.2f} M frozen, "
+            f"layers {list(ground.layers)}, {settings.num_steps} unrolled steps"
         ),
-        *(joint.lines(settings, run.epochs * per_epoch) if ground.tuning else ()),
-        "memory (estimate):",
+        *(job.joint.lines(settings, steps.total) if ground.tuning else ()),
+        *plan.lines(),
         (
-            f"  weights, gradients, moments{' and average' if has_average else ''} "
-            f"{(state + 4 * frozen) / GIB:.2f} GiB, target {target_bytes(ground) / GIB:.2f} GiB, "
-            f"activations of a step {(activation_bytes(ground) + joint.activations) / GIB:.2f} GiB"
-        ),
-        "disk (estimate):",
-        (
-            f"  features {disk / GIB:.2f} GiB in {ground.store_folder}, checkpoints "
-            f"{checkpoints / GIB:.2f} GiB in {run.output}; free: {free / GIB:.1f} GiB"
+            f"  features in {ground.store_folder}, the rest in {settings.run.output}; free: "
+            f"{free / GIB:.1f} GiB"
         ),
     ]
     return "\n".join(lines)
 
 
-def feature_bytes(ground: Ground) -> int:
-    """Bytes of all stored features; zero when they are computed in every step."""
-    if not is_stored(ground.settings):
-        return 0
-    return store_bytes(ground.rows, layout(ground))
+def job_of(ground: Ground) -> Job:
+    """The job of a run whose ground is laid."""
+    settings, config = ground.settings, ground.head.config
+    ids_W = ground.head.draft_ids_W.cpu() if config.is_reduced else None
+    return Job(
+        settings=settings,
+        target=ground.target,
+        head=blank_head(config, ids_W, settings, ground.target),
+        rows=ground.rows,
+        layout=layout(ground),
+        joint=joint_needs(ground.tuning, settings, ground.rows) if ground.tuning else NO_NEEDS,
+    )
 
 
-def target_bytes(ground: Ground) -> int:
-    """Bytes of the frozen target's weights, or of the original's beside a tuned one."""
-    frozen = (value for value in ground.target.model.parameters() if not value.requires_grad)
-    return sum(value.numel() * value.element_size() for value in frozen)
+def plan_of(job: Job, machine: Machine) -> Plan:
+    """Disk, memory and time of a job on a machine.
 
-
-def activation_bytes(ground: Ground) -> int:
-    """Bytes that a micro-batch needs above weights and gradients; a rough figure."""
-    settings = ground.settings
-    positions = settings.run.batch_size * settings.data.max_length
-    dtype = DTYPES[settings.run.precision]
-    return step_bytes(ground.head.config, positions, settings.num_steps, dtype)
-
-
-def step_bytes(config: HeadConfig, positions: int, num_steps: int, dtype: torch.dtype) -> int:
-    """Bytes of a training step over so many supervised positions, by the widths of what is kept.
-
-    The logits are a chunk's, with what is made of them. scripts/memory_bench.py measures the same.
+    Raises ValueError where the machine was not measured for the job's precision or optimiser.
     """
-    logits = 4 * min(CHUNK_ELEMENTS, positions * num_steps * config.draft_vocab_size)
-    return positions * num_steps * config.activation_width * dtype.itemsize + 3 * logits
+    settings = job.settings
+    steps = steps_of(job)
+    stored = job.layout if is_stored(settings) else None
+    return Plan(
+        steps=steps,
+        tokens=settings.run.epochs * job.num_tokens,
+        trained=count(job.head, is_trained=True),
+        frozen=count(job.head, is_trained=False),
+        has_average=settings.optim.ema is not None,
+        disk=disk_of(job),
+        memory=memory_of(job.head, job.target, stored, settings, job.joint, job.num_tokens),
+        time=time_of(job, steps, machine),
+        machine=machine,
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB."""
+    return f"{size / GIB:.2f} GiB"
 
 
 def existing(path: Path) -> Path:

@@ -89,6 +89,11 @@ def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any])
     return shipped_head(shipped, target.config, draft_ids_W, **sizes).attach(lent)
 
 
+def sample_size(width: int) -> int:
+    """Positions of the sample that a new head starts from, for a target of this hidden size."""
+    return min(START_ROWS * width, MOST_START_ROWS)
+
+
 def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     """Write induction heads from the first packs, the same whatever the batch size.
 
@@ -96,7 +101,7 @@ def start_from_states(head: EagleHead, batches: Batches) -> Induction:
     ValueError for features that are not finite, by row.
     """
     single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
-    wanted = min(START_ROWS * head.config.target_hidden_size, MOST_START_ROWS)
+    wanted = sample_size(head.config.target_hidden_size)
     packs: list[Batch] = []
     for index in range(single.epoch_length()):
         pack = single.batch(0, index)

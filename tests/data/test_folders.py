@@ -1,11 +1,14 @@
 """A store behind a URL: uploaded whole, read through a local copy, completed from anywhere."""
 
+import subprocess
+import sys
+
 import fsspec
 import pytest
 import torch
 
 from outrider.data import store as store_module
-from outrider.data.folders import folder_at
+from outrider.data.folders import LocalFolder, folder_at
 from outrider.data.layout import layout_of
 from outrider.data.rows import Row
 from outrider.data.states import TargetStates
@@ -71,3 +74,25 @@ def test_a_shard_that_is_cut_short_there_is_built_again(target, root, tmp_path, 
 def test_an_address_that_nothing_opens_is_refused():
     with pytest.raises(ValueError, match="store 'nowhere://x/y' cannot be opened"):
         folder_at("nowhere://x", "y")
+
+
+def test_a_claim_outlives_the_end_of_another_of_the_same_process(tmp_path):
+    """Closing the lock file would give up every number of it; another process tells."""
+    folder = LocalFolder(tmp_path / "store")
+    code = (
+        "import sys, pathlib; from outrider.data.folders import LocalFolder\n"
+        "with LocalFolder(pathlib.Path(sys.argv[1])).claim(int(sys.argv[2]), wait=False) as mine:\n"
+        "    print(mine)"
+    )
+
+    def another_gets(number):
+        words = [sys.executable, "-c", code, str(tmp_path / "store"), str(number)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+    with folder.claim(0, wait=False) as first:
+        with folder.claim(1, wait=False) as second:
+            assert first
+            assert second
+        assert another_gets(0) == "False"
+        assert another_gets(1) == "True"
+    assert another_gets(0) == "True"

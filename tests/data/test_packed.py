@@ -10,7 +10,7 @@ from outrider.data import layout as layout_module
 from outrider.data import store as store_module
 from outrider.data.batches import Batches
 from outrider.data.choices import TOP_K
-from outrider.data.laws import TopLaw, Vocabulary
+from outrider.data.laws import TopLaw, Vocabulary, short_factors
 from outrider.data.layout import Packed, layout_of
 from outrider.data.quantise import CODECS, Rotated
 from outrider.data.rows import Row
@@ -259,3 +259,19 @@ def test_a_new_packing_makes_another_store(build, monkeypatch):
 def test_refusals(build, change, message):
     with pytest.raises(ValueError, match=message):
         build(**change)
+
+
+def test_short_factors_multiply_exactly_and_leave_the_setting_as_it_was():
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    made = torch.Generator().manual_seed(0)
+    a = torch.randn(40, 576, generator=made).bfloat16()
+    b = torch.randn(300, 576, generator=made).bfloat16()
+    with short_factors():
+        found = a.float() @ b.float().T
+    assert setting.fp32_precision == before
+    exact = a.double() @ b.double().T
+    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+    with pytest.raises(ZeroDivisionError), short_factors():
+        _ = 1 / 0
+    assert setting.fp32_precision == before

@@ -112,9 +112,9 @@ def law_of_the_next_position(monkeypatch):
 def rows_shifted(monkeypatch):
     decode = layout_module.Packed.decode
 
-    def planted(self, row, found):
-        made = decode(self, row, found)
-        return made._replace(aux_TF=made.aux_TF.roll(1, 0))
+    def planted(self, rows, found):
+        made = decode(self, rows, found)
+        return [one._replace(aux_TF=one.aux_TF.roll(1, 0)) for one in made]
 
     monkeypatch.setattr(layout_module.Packed, "decode", planted)
 

@@ -1,0 +1,62 @@
+"""A target without its weights: what can be planned from a config alone."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from outrider.data.anatomy import (
+    cache_keyword,
+    eos_ids,
+    find_blocks,
+    find_folder,
+    find_tables,
+    tokenizer_size,
+)
+from outrider.data.demo_target import DEMO_TARGET
+from outrider.data.target import Target
+
+
+def outline(name: str, *, dtype: torch.dtype, reads_rows: bool) -> Target:
+    """The target called `name`, all of whose weights are on the meta device.
+
+    `name` is smollm2-demo, a local folder, of which only config.json need be there, or a Hub id,
+    of which no weights are fetched. With `reads_rows` its tokenizer is loaded, so that rows can be
+    read for it; without it all rows of its output head count as tokens. Raises ValueError for a
+    name without a config of a causal language model, or without a tokenizer where one is needed.
+    """
+    place = str(find_folder(name)) if name == DEMO_TARGET or Path(name).is_dir() else name
+    try:
+        config = AutoConfig.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place) if reads_rows else None
+        model = empty(config, dtype)
+    except (OSError, ValueError, KeyError) as error:
+        what = "config.json and a tokenizer" if reads_rows else "a config.json"
+        raise ValueError(
+            f"target {name!r} has no {what} of a causal language model: {error}; name a model's "
+            "folder or Hub id" + ("; or give --rows and --mean-length" if reads_rows else "")
+        ) from error
+    text = model.config.get_text_config(decoder=True)
+    decoder, blocks = find_blocks(model, text, name)
+    tables = find_tables(model, text, name)
+    return Target(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        config=text,
+        decoder=decoder,
+        blocks=blocks,
+        embedding_VH=tables.embedding_VH,
+        embed_scale=tables.embed_scale,
+        output_VH=tables.output_VH,
+        softcap=tables.softcap,
+        eos_ids=eos_ids(model, text, tokenizer),
+        tokenizer_size=tokenizer_size(tokenizer, tables.output_VH.shape[0], name),
+        cache_keyword=cache_keyword(decoder),
+    )
+
+
+def empty(config: PretrainedConfig, dtype: torch.dtype) -> AutoModelForCausalLM:
+    """The model of a config on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
