@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +49,38 @@ def settle(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def temporary_for(path: Path) -> Path:
+    """Where this process writes what will be moved to `path`: no other one has this name."""
+    return path.with_name(f"{path.name}{_host()}{os.getpid()}.tmp")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes of this machine left half written in a folder."""
+    for left in folder.glob("*.tmp"):
+        _, found, number = left.name.removesuffix(".tmp").rpartition(_host())
+        if found and number.isdecimal() and not _is_alive(int(number)):
+            left.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one step: readers, and a kill, see the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_for(path)
     temporary.write_text(text, encoding="utf-8")
     settle(temporary)
     temporary.replace(path)
+
+
+def _host() -> str:
+    """This machine in a file name: others that share the disk have processes of these numbers."""
+    return f".{socket.gethostname().replace('.', '-')}-"
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

@@ -20,7 +20,7 @@ import fsspec
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from outrider.data.files import cache_root, settle
+from outrider.data.files import cache_root, settle, temporary_for
 
 Content = Mapping[str, Tensor] | bytes
 
@@ -176,7 +176,7 @@ def write_whole(path: Path, content: Content) -> None:
     Raises ValueError, and leaves nothing behind, where the disk has no room for it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_for(path)
     try:
         temporary.write_bytes(content if isinstance(content, bytes) else serialise(dict(content)))
         settle(temporary)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.data.counts import Counts
-from outrider.data.files import settle
+from outrider.data.files import settle, sweep, temporary_for
 from outrider.data.forms import RecordReader
 from outrider.data.mixture import parts_of
 from outrider.data.reading import Reading, Row
@@ -94,7 +94,8 @@ def save_read(path: Path, read: Read) -> None:
         "notes": torch.frombuffer(bytearray(notes), dtype=torch.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    sweep(path.parent)
+    temporary = temporary_for(path)
     save_file(tensors, temporary)
     settle(temporary)
     temporary.replace(path)

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Self
 
-from outrider.data.files import settle
+from outrider.data.files import settle, temporary_for
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows in the form the suffix names; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = temporary_for(path)
     with _open(temporary, path.suffix, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     settle(temporary)

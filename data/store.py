@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from outrider.data.batches import StoredRow
+from outrider.data.files import sweep
 from outrider.data.folders import CloudFolder, Folder, folder_at
 from outrider.data.layout import Layout, Per, needed, num_bytes
 from outrider.data.packing import passes
@@ -107,6 +108,7 @@ class FeatureStore:
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
         folder = folder_at(root, name)
         folder.local.mkdir(parents=True, exist_ok=True)
+        sweep(folder.local)
         _check_key(folder, key)
         missing = _missing(folder, rows, layout)
         wanted = [row for span in missing.values() for row in span]

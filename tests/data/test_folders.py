@@ -1,13 +1,16 @@
 """A store behind a URL: uploaded whole, read through a local copy, completed from anywhere."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
 from outrider.data import store as store_module
+from outrider.data.files import sweep, temporary_for
 from outrider.data.folders import LocalFolder, folder_at
 from outrider.data.layout import layout_of
 from outrider.data.rows import Row
@@ -96,3 +99,50 @@ def test_a_claim_outlives_the_end_of_another_of_the_same_process(tmp_path):
         assert another_gets(0) == "False"
         assert another_gets(1) == "True"
     assert another_gets(0) == "True"
+
+
+WRITERS = """
+import os, pathlib, sys
+from outrider.data.folders import write_whole
+
+def write(letter):
+    for _ in range(150):
+        write_whole(pathlib.Path(sys.argv[1]), letter * 5000)
+    os._exit(0)
+
+children = []
+for letter in (b"a", b"b", b"c"):
+    child = os.fork()
+    if child == 0:
+        write(letter)
+    children.append(child)
+print([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+def run(code, path):
+    words = [sys.executable, "-c", code, str(path)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_processes_that_write_one_file_leave_a_whole_one(tmp_path):
+    path = tmp_path / "key.json"
+    assert run(WRITERS, path) == "[0, 0, 0]"
+    assert path.read_bytes() in [letter * 5000 for letter in (b"a", b"b", b"c")]
+    assert [one.name for one in tmp_path.iterdir()] == ["key.json"]
+
+
+def test_only_what_killed_processes_of_this_machine_left_is_swept(tmp_path):
+    code = (
+        "import sys, pathlib; from outrider.data.files import temporary_for\n"
+        "path = temporary_for(pathlib.Path(sys.argv[1])); path.touch(); print(path)"
+    )
+    left = Path(run(code, tmp_path / "b.json"))
+    ours = temporary_for(tmp_path / "a.json")
+    foreign = left.with_name(re.sub(r"\.[^.]+-(\d+\.tmp)$", r".elsewhere-\1", left.name))
+    others = (ours, foreign, tmp_path / "mine.tmp")
+    for path in others:
+        path.touch()
+    assert left.exists()
+    sweep(tmp_path)
+    assert set(tmp_path.iterdir()) == set(others)
