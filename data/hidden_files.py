@@ -19,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from typing_extensions import override
 
+from outrider.data.capture import check_layers
 from outrider.data.files import sha256_of
 from outrider.data.rows import Row
 from outrider.data.states import RowStates, States, TargetStates
-from outrider.data.target import Target, check_layers
+from outrider.data.target import Target
 
 SLACK = 0.1  # relative distance to the target's own states: another engine, perhaps in bfloat16
 

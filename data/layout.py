@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from outrider.data.batches import StoredRow
+from outrider.data.capture import check_layers
 from outrider.data.choices import TOP_K
 from outrider.data.laws import TopLaw, Vocabulary
 from outrider.data.quantise import CODECS, Codec, Field
 from outrider.data.rows import FIRST_LABEL, Row
-from outrider.data.target import Target, check_layers
+from outrider.data.target import Target
 
 RAW = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMS = (*RAW, *CODECS)

@@ -11,8 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from outrider.data.batches import StoredRow
+from outrider.data.capture import check_layers
 from outrider.data.rows import Row
-from outrider.data.target import Target, check_layers
+from outrider.data.target import Target
 
 
 class RowStates(NamedTuple):

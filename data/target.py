@@ -1,16 +1,14 @@
 """The frozen target: its tables, its logits, and the states of explicitly named layers.
 
-A layer id counts as in transformers' `hidden_states`: id i is the state *entering* decoder layer i
-(0 is the embedding). The one difference: id `num_layers` is the last layer's output *before* the
-final norm, where `hidden_states[-1]` is after it; `Captured.last_BTH` is after it.
+What layer ids mean is told in data/capture.py; `Captured.last_BTH` is after the final norm.
 
 Letters: B rows, T positions, N positions of any rows, H hidden size, F captured layers times H,
 V rows of the output head.
 """
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +35,7 @@ from outrider.data.anatomy import (
     non_finite,
     tokenizer_size,
 )
+from outrider.data.capture import captured, check_layers
 
 
 class Captured(NamedTuple):
@@ -179,7 +178,7 @@ class Target:
         }
         if cache is not None:
             settings[self.cache_keyword] = cache
-        with torch.no_grad(), self._capture(ids_BT, layers) as aux_BTF:
+        with torch.no_grad(), captured(self.blocks, ids_BT, layers) as aux_BTF:
             output = self.decoder(input_ids=ids_BT, use_cache=cache is not None, **settings)
         last_BTH = output.last_hidden_state
         return Captured(aux_BTF[0] if aux_BTF else last_BTH.new_empty(*ids_BT.shape, 0), last_BTH)
@@ -194,7 +193,11 @@ class Target:
             raise _Enough
 
         deepest = max(layers)
-        with torch.no_grad(), self._capture(ids_BT, layers) as aux_BTF, ExitStack() as stack:
+        with (
+            torch.no_grad(),
+            captured(self.blocks, ids_BT, layers) as aux_BTF,
+            ExitStack() as stack,
+        ):
             if deepest < self.num_layers:  # registered last, so it fires after the capture
                 hook = self.blocks[deepest].register_forward_pre_hook(stop)
             else:
@@ -235,62 +238,6 @@ class Target:
             digest.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
             digest.update(repr(self.tokenizer.chat_template).encode())
         return digest.hexdigest()
-
-    @contextmanager
-    def _capture(self, ids_BT: Tensor, layers: tuple[int, ...]) -> Generator[list[Tensor]]:
-        """Hooks copy each wanted state into its slice at once: no in-place residual spoils it."""
-        kept: list[Tensor] = []
-
-        def keep(slot: int, hidden_BTH: Tensor) -> None:
-            width = hidden_BTH.shape[-1]
-            if not kept:
-                kept.append(hidden_BTH.new_empty(*ids_BT.shape, len(layers) * width))
-            kept[0][..., slot * width : (slot + 1) * width] = hidden_BTH
-
-        with ExitStack() as stack:
-            for slot, layer in enumerate(layers):
-                stack.callback(_hook(self.blocks, layer, slot, keep).remove)
-            yield kept
-
-
-def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's three layers: an early, the middle, and a late one."""
-    layers = (2, num_layers // 2, num_layers - 3)
-    if not layers[0] < layers[1] < layers[2]:
-        raise ValueError(
-            f"num_layers is {num_layers}: EAGLE-3's default layers would be {layers}, not three "
-            f"distinct ones in order (from 7 layers on they are); name the layers explicitly"
-        )
-    return layers
-
-
-def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layer ids as a tuple, refused when out of range or repeated."""
-    wrong = [layer for layer in layers if not 0 <= layer <= num_layers]
-    if wrong:
-        raise ValueError(
-            f"layers holds {wrong}; this target has ids 0 (the embedding) to {num_layers} "
-            f"(the last layer's output before the final norm): leave those out"
-        )
-    if len(set(layers)) != len(layers):
-        raise ValueError(f"layers is {tuple(layers)}; name each layer once")
-    return tuple(layers)
-
-
-def _hook(
-    blocks: nn.ModuleList, layer: int, slot: int, keep: Callable[[int, Tensor], None]
-) -> torch.utils.hooks.RemovableHandle:
-    if layer < len(blocks):
-
-        def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            keep(slot, args[0] if args else kwargs["hidden_states"])
-
-        return blocks[layer].register_forward_pre_hook(before, with_kwargs=True)
-
-    def after(_: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        keep(slot, output if isinstance(output, Tensor) else output[0])
-
-    return blocks[-1].register_forward_hook(after)
 
 
 def _check_tables(target: Target) -> None:

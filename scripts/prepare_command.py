@@ -8,13 +8,14 @@ from typing import Literal
 import tyro
 from torch import Tensor
 
+from outrider.data.capture import default_layers
 from outrider.data.choices import TOP_K
 from outrider.data.hidden_files import FileStates
 from outrider.data.layout import RAW, Layout, layout_of
 from outrider.data.options import parse_options
 from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.store import FeatureStore, store_bytes
-from outrider.data.target import Target, default_layers
+from outrider.data.target import Target
 from outrider.train.vocabulary import draft_vocabulary, read_vocabulary
 
 

@@ -13,12 +13,13 @@ from typing import Literal
 import torch
 import tyro
 
+from outrider.data.capture import default_layers
 from outrider.data.files import write_whole
 from outrider.data.generate import Decoding, Request, generate_files
 from outrider.data.options import parse_options, state_options
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
-from outrider.data.target import Target, default_layers
+from outrider.data.target import Target
 from outrider.eval.offline.evaluate import sampling_text
 from outrider.eval.offline.texts import read_texts
 from outrider.eval.offline.traces import build_trace

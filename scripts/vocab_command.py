@@ -11,12 +11,13 @@ import tyro
 from torch import Tensor
 
 from outrider.data.batches import Features
+from outrider.data.capture import default_layers
 from outrider.data.files import write_whole
 from outrider.data.layout import RAW, layout_of
 from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.states import OnlineFeatures
 from outrider.data.store import FeatureStore
-from outrider.data.target import Target, default_layers
+from outrider.data.target import Target
 from outrider.eval.ceiling import MEASURES, Cost, costs, law_sums, tally
 from outrider.heads.vocab import choose
 from outrider.train.vocabulary import count, safe_ids, supervised, write_vocabulary

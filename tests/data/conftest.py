@@ -1,6 +1,8 @@
 """Tiny tokenizers with awkward chat templates, and tiny targets built from configs."""
 
 import functools
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from transformers import (
 )
 
 from outrider.data.target import Target
+from outrider.scripts import cli
 
 TEXT = [
     "user assistant system tool The capital of France is Paris, and two plus two makes four.",
@@ -169,3 +172,36 @@ def make_model():
 @pytest.fixture(scope="session")
 def make_target():
     return target_with
+
+
+SMALL = ["--head-intermediate", "32", "--unroll-steps", "2", "--device", "cpu"]
+SMALL += ["--max-length", "256"]
+
+
+@pytest.fixture
+def check(tmp_path, capsys, make_model, make_tokenizer):
+    """Runs `outrider check`: its exit code, its page, its findings by name."""
+
+    def run(rows, *flags, template="chatml", layers=("1", "3", "5"), **model):
+        folder = tmp_path / "target"
+        make_model(**model).save_pretrained(folder)
+        make_tokenizer(template).save_pretrained(folder)
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = ["check", "--target", str(folder), "--data", str(data), *SMALL]
+        given += ["--aux-layers", *layers] if layers else []
+        given += ["--json", str(tmp_path / "check.json"), *flags]
+        capsys.readouterr()
+        try:
+            cli.main(given)
+            code = 0
+        except SystemExit as caught:
+            code = caught.code
+        said = capsys.readouterr()
+        if code == 2:
+            return SimpleNamespace(code=code, page=said.out, error=said.err)
+        record = json.loads((tmp_path / "check.json").read_text())
+        found = {one["name"]: SimpleNamespace(**one) for one in record["findings"]}
+        return SimpleNamespace(code=code, page=said.out, found=found, record=record, data=data)
+
+    return run

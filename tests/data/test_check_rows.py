@@ -1,31 +1,21 @@
-"""`outrider check` on rows and templates: cases of data that lies, each with its remedy."""
+"""`outrider check` on rows: cases of data that lies, each with its remedy."""
 
 import json
-from datetime import date
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from tokenizers.processors import TemplateProcessing
 
-from outrider.data.chat import RowError, Template
-from outrider.data.collect import Collector
-from outrider.data.forms import RecordReader
 from outrider.data.mixture import Numbered
-from outrider.data.rows import Reading, Row
+from outrider.data.rows import Row
 from outrider.data.workers import Outcome
-from outrider.scripts import cli
-from outrider.train.check import template as template_checks
 from outrider.train.check.case import SAMPLE, Sample
 from outrider.train.check.rows import check_starts
 from outrider.train.eagle import main as train
 
 END = "<|end|>"
-SMALL = ["--head-intermediate", "32", "--unroll-steps", "2", "--device", "cpu"]
-SMALL += ["--max-length", "256"]
 
 
 def chat(*contents):
@@ -40,35 +30,6 @@ GOOD = [
     {"id": "c", "messages": chat("Hi", "I am fine.", "And you?", "yes, no.")},
     {"id": "d", "messages": [{"role": "system", "content": "Write."}, *chat("a fox", "spaced")]},
 ]
-
-
-@pytest.fixture
-def check(tmp_path, capsys, make_model, make_tokenizer):
-    """Runs `outrider check`: its exit code, its page, its findings by name."""
-
-    def run(rows, *flags, template="chatml", layers=("1", "3", "5"), **model):
-        folder = tmp_path / "target"
-        make_model(**model).save_pretrained(folder)
-        make_tokenizer(template).save_pretrained(folder)
-        data = tmp_path / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given = ["check", "--target", str(folder), "--data", str(data), *SMALL]
-        given += ["--aux-layers", *layers] if layers else []
-        given += ["--json", str(tmp_path / "check.json"), *flags]
-        capsys.readouterr()
-        try:
-            cli.main(given)
-            code = 0
-        except SystemExit as caught:
-            code = caught.code
-        said = capsys.readouterr()
-        if code == 2:
-            return SimpleNamespace(code=code, page=said.out, error=said.err)
-        record = json.loads((tmp_path / "check.json").read_text())
-        found = {one["name"]: SimpleNamespace(**one) for one in record["findings"]}
-        return SimpleNamespace(code=code, page=said.out, found=found, record=record, data=data)
-
-    return run
 
 
 def failed(result):
@@ -136,27 +97,6 @@ def test_c02_refused_rows_are_named_and_a_file_without_them_is_written(check, tm
     assert [json.loads(line) for line in kept] == [C02[0], C02[6]]
     lines = result.data.read_text().splitlines()
     assert [json.loads(line) for line in lines] == C02  # the user's file is as it was
-
-
-def test_c03_history_that_is_rewritten_is_told_and_each_turn_trains(check):
-    talk = chat("Hello", "<think>first</think>yes", "why", "<think>then</think>no.")
-    result = check([{"id": "t", "messages": talk}], template="strips_earlier_thinking")
-    assert result.code == 0
-    told = result.found["template prefixes"]
-    assert told.verdict == "warn"
-    assert "rewrites history in 1 of 1 sample rows, first row 1 message 2" in told.seen
-    assert "(rows added: 1)" in told.seen
-    assert "(and 1 added, a row for each answer)" in result.found["rows"].seen
-
-
-def test_c03_a_template_that_strips_the_answer_fails(check):
-    talk = chat("Hello", "<think>first</think>yes")
-    result = check([{"messages": talk}], template="strips_all_thinking")
-    assert result.code == 1
-    told = result.found["answers whole"]
-    assert told.verdict == "fail"
-    assert "row 1 message 1 loses" in told.seen
-    assert "outrider generate" in told.remedy
 
 
 def test_c04_turn_ends_are_supervised_where_pad_is_eos(check):
@@ -292,60 +232,6 @@ def test_rows_supervised_throughout_are_told(check):
     assert "mark the prompts' tokens with 0" in told["supervised tokens"].remedy
 
 
-def test_generation_tags_are_compared_with_the_boundaries(check):
-    assert (
-        "agree with render boundaries"
-        in check(GOOD[:2], template="tagged").found["generation tags"].seen
-    )
-    result = check(GOOD[:2], template="tags_the_user")
-    assert result.code == 1
-    told = result.found["generation tags"]
-    assert told.verdict == "fail"
-    assert "rows that disagree: 2, first row 1" in told.seen
-    assert "correct the tags" in told.remedy
-
-
-def test_options_that_the_template_does_not_read_fail_and_are_mended(check, tmp_path):
-    flags = ("--template-options", "mod=fast", "--fix", str(tmp_path / "fixed"))
-    result = check(GOOD, *flags, template="modal")
-    first = " ".join(result.page.split("wrote ")[0].split())
-    assert "mod is given, and the template reads mode" in first
-    assert "did you mean mode?" in first
-    assert result.code == 0
-    assert result.found["template options"].seen == "mode=fast"
-    assert result.record["settings"]["template_options"] == ["mode=fast"]
-
-
-def test_a_template_that_writes_the_date_is_told(check):
-    told = check(GOOD, template="dated").found["date"]
-    assert told.verdict == "warn"
-    assert "today's date" in told.seen
-
-
-def test_rows_answered_in_another_mode_fail_and_the_mode_is_mended(check, tmp_path, make_tokenizer):
-    asked = chat("Hello")
-    tokenizer = make_tokenizer("modal")
-    prompt = tokenizer.apply_chat_template(
-        asked, add_generation_prompt=True, return_dict=False, mode="fast"
-    )
-    row = {"messages": asked, "prompt_ids": prompt, "answer_ids": [40, 41, 2]}
-    rows = [{**row, "template_options": {"mode": "fast"}}]
-    result = check(rows, template="modal")
-    assert result.code == 1
-    assert "generated by another target, or with other template" in result.found["rows"].seen
-    assert result.found["rows"].fix == {"template_options": ["mode=fast"]}
-    assert result.found["head"].verdict == "skipped"
-    mended = check(rows, "--fix", str(tmp_path / "fixed"), template="modal")
-    assert mended.code == 0
-
-
-def test_rows_without_a_template_need_none(check):
-    rows = [{"input_ids": [0, *range(10, 20), 2], "loss_mask": [0] * 6 + [1] * 6}]
-    result = check(rows, template=None)
-    assert result.code == 0
-    assert result.found["template"].verdict == "ok"
-
-
 def test_data_that_is_not_there_fails_and_the_target_is_still_checked(check, tmp_path):
     result = check(GOOD, "--data", str(tmp_path / "nope.jsonl"))
     assert result.code == 1
@@ -367,60 +253,6 @@ def test_nothing_is_written_where_nothing_is_to_fix(check, tmp_path):
     assert result.code == 0
     assert not (tmp_path / "fixed").exists()
     assert not (tmp_path / "runs").exists()
-
-
-FAMILIES = Path(__file__).parent / "templates"
-FACTS = yaml.safe_load((FAMILIES / "families.yaml").read_text())
-MODES = {"harmony": {"reasoning_effort", "date"}, "qwen3": {"enable_thinking"}}
-
-
-def family(name, make_tokenizer):
-    """A template of a well-known family over the tiny tokenizer."""
-    facts, tokenizer = FACTS[name], make_tokenizer()
-    stops = [*facts["stops"], *facts.get("special", [])]
-    tokenizer.add_special_tokens({"eos_token": stops[0], "additional_special_tokens": stops})
-    tokenizer.chat_template = (FAMILIES / f"{name}.jinja").read_text()
-    return tokenizer, tuple(tokenizer.convert_tokens_to_ids(facts["stops"]))
-
-
-@pytest.mark.parametrize("name", sorted(FACTS))
-def test_templates_of_well_known_families_are_told_rightly(name, make_tokenizer):
-    tokenizer, ends = family(name, make_tokenizer)
-    for number, case in enumerate(FACTS[name]["cases"], start=1):
-        record, sample = {"messages": case["messages"], "tools": case.get("tools")}, Sample()
-        reader = RecordReader(
-            tokenizer=tokenizer,
-            eos_ids=ends,
-            tokenizer_size=len(tokenizer) + 1,
-            options=case.get("options", {}),
-        )
-        template = reader.template
-        assert template_checks.modes_of(template) == MODES.get(name, set())
-        collector = Collector(reader, Reading(max_length=4096))
-        try:
-            outcome = Outcome(Numbered("d", number, record), reader.encode(record), None)
-        except RowError as refusal:
-            outcome = Outcome(Numbered("d", number, record), [], str(refusal))
-        sample.watch(outcome)
-        collector.add(outcome)
-        counts, talks = collector.counts, template_checks.talks(sample, reader)
-        (told,) = template_checks.check_answers(talks, template, counts)
-        strips = any("removes part" in fate.reason for fate in counts.fates)
-        assert (told.verdict == "fail") == strips, (case["name"], told)
-        (told,) = template_checks.check_prefixes(talks, template, counts.extra_turns)
-        assert counts.extra_turns == 0 or told.verdict == "warn", (case["name"], told)
-    assert FACTS[name]["cases"]
-
-
-def test_the_date_is_pinned_in_the_templates_own_form(make_tokenizer):
-    tokenizer, ends = family("harmony", make_tokenizer)
-    (told,) = template_checks.check_date(Template(tokenizer=tokenizer, eos_ids=ends))
-    pin = f"date={date.today():%Y-%m-%d}"
-    assert told.fix == {"template_options": (pin,)}
-    assert f"--template-options '{pin}'" in told.remedy
-    options = {"date": "2024-07-26"}
-    pinned = Template(tokenizer=tokenizer, eos_ids=ends, options=options)
-    assert [one.verdict for one in template_checks.check_date(pinned)] == ["ok"]
 
 
 def test_the_sample_is_spread_over_all_rows_and_stays_small():

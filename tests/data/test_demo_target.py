@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from outrider.data import demo_target
+from outrider.data.capture import default_layers
 from outrider.data.demo_target import is_whole, smollm2_demo
 from outrider.data.files import locked
 from outrider.data.rows import Reading, read_rows
 from outrider.data.states import OnlineFeatures
-from outrider.data.target import Target, default_layers
+from outrider.data.target import Target
 
 WEIGHTS = b"weights"
 

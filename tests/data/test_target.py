@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from outrider.data.anatomy import find_folder
-from outrider.data.target import Target, check_layers, default_layers
+from outrider.data.capture import check_layers, default_layers
+from outrider.data.target import Target
 
 FAMILIES = ["llama", "qwen", "gemma"]
 TINY = {

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from outrider.data.capture import default_layers
 from outrider.data.sampling import Sampling
-from outrider.data.target import Target, default_layers
+from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import tables

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -179,5 +180,18 @@ def check(
         record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         found = {one["name"]: SimpleNamespace(**one) for one in record.get("findings", [])}
         return Checked(code, said.out + said.err, found, record)
+
+    return run
+
+
+@pytest.fixture
+def spoil() -> Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]:
+    """Changes weights of a model or an exported head."""
+
+    def run(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
 
     return run
