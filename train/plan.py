@@ -6,7 +6,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.train.assembly import Ground, is_stored, layout
 from outrider.train.duration import Time, clock, time_of
@@ -20,6 +20,26 @@ from outrider.train.recipe import to_yaml
 from outrider.train.work import blank_head
 
 GIB = 1024**3
+
+
+class Section(NamedTuple):
+    """One need of a run."""
+
+    name: str
+    basis: str
+    """What the figures are, or are of."""
+    total: str
+    parts: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """A line for the total, and its parts below it."""
+        title = " ".join(word for word in (self.name, self.basis) if word)
+        return [f"{title}: {self.total}", *(f"  {part}" for part in self.parts)]
+
+    def told(self) -> str:
+        """All but its name, in one line."""
+        total = " ".join(word for word in (self.total, self.basis) if word)
+        return "; ".join((total, *self.parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,38 +73,51 @@ class Plan:
             },
         }
 
+    def sections(self) -> list[Section]:
+        """Memory, disk and time."""
+        memory, disk, time = self.memory, self.disk, self.time
+        average = " and average" if self.has_average else ""
+        throughout = (
+            f"target {gib(memory.target)}; head with gradients, moments{average} "
+            f"{gib(memory.state)}; activations of a step {gib(memory.activations)}"
+        )
+        above = (
+            f"above these: computing features {gib(memory.features)}, a new head's start "
+            f"{gib(memory.start)}, judging {gib(memory.heldout)}; the process itself "
+            f"{gib(memory.process)}"
+        )
+        files = (
+            f"features {gib(disk.features)}, checkpoints {gib(disk.checkpoints)}, best and last "
+            f"head {gib(disk.exports)}"
+        )
+        kind = "measured rates" if self.machine.is_measured else "an estimate"
+        where = f"on {self.machine.name} ({kind}; {self.machine.source})"
+        phases = ", ".join(f"{name} {clock(getattr(time, name))}" for name in time._fields)
+        return [
+            Section("memory", "(estimate)", f"peak {gib(memory.peak)}", (throughout, above)),
+            Section("disk", "", gib(disk.total), (files,)),
+            Section("time", where, clock(time.total), (phases,)),
+        ]
+
     def lines(self) -> list[str]:
         """Memory, disk and time as text."""
-        memory, disk, time = self.memory, self.disk, self.time
-        kind = "measured rates" if self.machine.is_measured else "an estimate"
-        parts = [(name, getattr(time, name)) for name in time._fields]
-        return [
-            f"memory (estimate): peak {gib(memory.peak)}",
-            (
-                f"  target {gib(memory.target)}; head with gradients, moments"
-                f"{' and average' if self.has_average else ''} {gib(memory.state)}; activations of "
-                f"a step {gib(memory.activations)}"
-            ),
-            (
-                f"  above these: computing features {gib(memory.features)}, a new head's start "
-                f"{gib(memory.start)}, judging {gib(memory.heldout)}; the process itself "
-                f"{gib(memory.process)}"
-            ),
-            f"disk: {gib(disk.total)}",
-            (
-                f"  features {gib(disk.features)}, checkpoints {gib(disk.checkpoints)}, best and "
-                f"last head {gib(disk.exports)}"
-            ),
-            f"time on {self.machine.name} ({kind}; {self.machine.source}): {clock(time.total)}",
-            "  " + ", ".join(f"{name} {clock(value)}" for name, value in parts),
-        ]
+        return [line for section in self.sections() for line in section.lines()]
+
+    @property
+    def work(self) -> str:
+        """Steps and tokens."""
+        steps = self.steps
+        return (
+            f"{steps.per_epoch} optimiser steps an epoch, {steps.total} in all, "
+            f"{self.tokens} tokens"
+        )
 
 
 def describe(ground: Ground) -> str:
     """Resolved settings, counts, steps, parameters, memory, disk and time of a trainer's run."""
     settings, head = ground.settings, ground.head
     job = job_of(ground)
-    plan = plan_of(job, probed(settings.run.threads, settings))
+    plan = plan_here(job)
     free = shutil.disk_usage(existing(Path(settings.run.output))).free
     steps = plan.steps
     lines = [
@@ -95,10 +128,7 @@ def describe(ground: Ground) -> str:
         *("  " + line for line in notes(ground.vocabulary, settings, head.config, ground.target)),
         f"  packs: {steps.packs} of {settings.data.max_length} positions, {steps.fill:.1%} filled",
         "steps:",
-        (
-            f"  {steps.per_epoch} optimiser steps an epoch, {steps.total} in all, "
-            f"{plan.tokens} tokens"
-        ),
+        f"  {plan.work}",
         "head:",
         (
             f"  {plan.trained / 1e6:.2f} M trainable parameters, {plan.frozen / 1e6:.2f} M frozen, "
@@ -147,6 +177,11 @@ def plan_of(job: Job, machine: Machine) -> Plan:
         time=time_of(job, steps, machine),
         machine=machine,
     )
+
+
+def plan_here(job: Job) -> Plan:
+    """The plan of a job on this machine, whose rates are guessed at in half a second."""
+    return plan_of(job, probed(job.settings.run.threads, job.settings))
 
 
 def gib(size: float) -> str:

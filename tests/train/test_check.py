@@ -9,7 +9,6 @@ import pytest
 
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
-from outrider.train.check.needs import duration, sections
 
 Check = Callable[..., Any]
 
@@ -42,12 +41,36 @@ def test_every_kind_of_run_passes_on_good_input(check: Check, flags: tuple[str, 
 def test_features_that_do_not_fit_on_the_disk_fail(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=100))
-    monkeypatch.setattr(needs, "shutil", full)
+    free = 100
+    disks = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(needs, "shutil", disks)
     result = check()
     assert result.wrong == ["disk space"]
-    assert "--feature-dtype int8" in result.found["disk space"].remedy
+    told = result.found["disk space"]
+    assert "take 0.00 GiB of 0.00 GiB that are free" in told.seen
+    assert "--feature-dtype int8" in told.remedy
+    disk = result.record["plan"]["disk_bytes"]
+    heads = round(disk["checkpoints"] + disk["exports"])
+    assert disk["features"] > 100
+
+    free = heads
     assert check("--online").code == 0
+    assert check().wrong == ["disk space"]
+    free = heads - 1
+    assert check("--online").wrong == ["disk space"]
+
+
+def test_the_plan_is_what_the_trainer_plans(
+    check: Check, train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = check("--unroll-steps", "2", "--output", "runs/x")
+    capsys.readouterr()
+    train("--plan")
+    said = capsys.readouterr().out
+    plan = result.record["plan"]
+    assert f"  {result.found['steps'].seen}\n" in said
+    assert f"memory (estimate): peak {plan['memory_bytes']['peak'] / 2**30:.2f} GiB" in said
+    assert plan["steps"]["total"] > 1
 
 
 def test_heldout_rows_are_checked(check: Check, heldout_file: Path, rows_file: Path) -> None:
@@ -123,15 +146,3 @@ def test_a_refusal_tells_the_first_failure_only() -> None:
     with pytest.raises(ValueError, match=r"^seen; do$"):
         refuse(told)
     refuse(told[:1])
-
-
-def test_durations_and_sections() -> None:
-    assert [duration(x) for x in (5, 600, 9000)] == ["5 s", "10 min", "2.5 h"]
-    told = "data:\n  rows\nmemory (estimate): peak 2\n  one\n  two\ndisk (estimate):\n  3 GiB\n"
-    told += "time on x: 5 s"
-    assert dict(sections(told)) == {
-        "data": "rows",
-        "memory": "(estimate): peak 2; one; two",
-        "disk": "3 GiB",
-        "time": "on x: 5 s",
-    }

@@ -1,67 +1,69 @@
-"""What the run asked for will take: steps, memory, disk, time."""
+"""What the run asked for will take: steps, memory, disk and time, as --plan tells them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-from outrider.data.store import store_bytes
-from outrider.train.assembly import Ground, is_stored, layout, local_folder
+from outrider.train.assembly import Ground, is_stored, local_folder
 from outrider.train.check.finding import Finding, fail, ok
-from outrider.train.check.step import Speed
-from outrider.train.plan import GIB, describe, existing
+from outrider.train.job import Disk
+from outrider.train.plan import Plan, existing, gib, job_of, plan_here
 
 
-def check_needs(ground: Ground, speed: Speed) -> Iterator[Finding]:
-    """What --plan says of steps, memory, disk and time; features must fit on the disk."""
-    told = dict(sections(describe(ground)))
-    for heading, body in told.items():
-        if heading not in ("settings", "data", "head"):  # told by other checks
-            yield ok(heading, body)
-    if "time" not in told:
-        yield from check_time(ground, speed)
-    if not is_stored(ground.settings) or "://" in ground.store_folder:
-        return
-    size = store_bytes(ground.rows, layout(ground))
-    free = shutil.disk_usage(existing(local_folder(ground.settings))).free
-    if size > free:
-        yield fail(
-            "disk space",
-            f"features take {size / GIB:.1f} GiB in {ground.store_folder}, where "
-            f"{free / GIB:.1f} GiB are free",
-            "store less (--feature-dtype int8 or int4), elsewhere (--store), or nothing (--online)",
-        )
+class Part(NamedTuple):
+    """What a run writes into one folder."""
+
+    name: str
+    folder: Path
+    size: float
+    """Bytes."""
 
 
-def sections(told: str) -> Iterator[tuple[str, str]]:
-    """Parts of a plan: the first word of a line that is not indented, and what stands below it."""
-    heading, body = "", list[str]()
-    for line in told.splitlines():
-        if line.startswith(" "):
-            body.append(line.strip())
-            continue
-        if heading:
-            yield heading, "; ".join(body)
-        heading, _, rest = line.partition(" ")
-        body = [word for word in (rest.rstrip(":"),) if word not in ("", "(estimate)")]
-        heading = heading.rstrip(":")
-    if heading:
-        yield heading, "; ".join(body)
+def check_needs(ground: Ground, keep: Callable[[Plan], None]) -> Iterator[Finding]:
+    """The plan's figures; what is written must fit on its disks. `keep` is given the plan."""
+    job = job_of(ground)
+    plan = plan_here(job)
+    keep(plan)
+    yield ok("steps", plan.work)
+    if ground.tuning is not None:
+        told = job.joint.lines(ground.settings, plan.steps.total)
+        yield ok("joint", " ".join(line.strip() for line in told))
+    for section in plan.sections():
+        yield ok(section.name, section.told())
+    yield check_space(ground, plan.disk)
 
 
-def check_time(ground: Ground, speed: Speed) -> Iterator[Finding]:
-    """Hours at the speed of the passes that were made here."""
-    epochs, tokens = ground.settings.run.epochs, sum(len(row) for row in ground.rows)
-    passes = 1 if is_stored(ground.settings) else epochs
-    target, steps = passes * tokens / speed.target, epochs * tokens / speed.step
-    yield ok(
-        "time",
-        f"about {duration(target + steps)} at the speed seen here: {duration(target)} for the "
-        f"target's passes ({speed.target:.0f} tokens a second), {duration(steps)} for "
-        f"{epochs} x {tokens} tokens ({speed.step:.0f}); optimiser and evaluations come on top",
+def check_space(ground: Ground, disk: Disk) -> Finding:
+    """What goes to each file system, and what is free there; features in a cloud are not asked."""
+    settings = ground.settings
+    heads = Part(
+        "checkpoints and heads", Path(settings.run.output), disk.checkpoints + disk.exports
+    )
+    parts = [heads]
+    if is_stored(settings) and "://" not in ground.store_folder:
+        parts.append(Part("features", local_folder(settings), disk.features))
+    told, wrong = list[str](), list[str]()
+    for group in by_device(parts):
+        size = sum(part.size for part in group)
+        free = shutil.disk_usage(existing(group[0].folder)).free
+        what = " and ".join(f"{part.name} ({part.folder})" for part in group)
+        told.append(f"{what} take {gib(size)} of {gib(free)} that are free")
+        wrong += [told[-1]] if size > free else []
+    name = "disk space"
+    if not wrong:
+        return ok(name, "; ".join(told))
+    return fail(
+        name,
+        "; ".join(wrong),
+        "store less (--feature-dtype int8 or int4), elsewhere (--store), or nothing (--online); "
+        "keep fewer checkpoints (--keep-last), or name another --output",
     )
 
 
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def by_device(parts: list[Part]) -> list[list[Part]]:
+    """Parts that share a file system, together."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(existing(part.folder).stat().st_dev, []).append(part)
+    return [*found.values()]

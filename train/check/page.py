@@ -107,6 +107,7 @@ def record(report: Report) -> dict[str, Any]:
             for group, findings in report.findings.items()
             for one in findings
         ],
+        "plan": None if report.plan is None else report.plan.record(),
         "rows": [
             {"row_id": row.row_id, "tokens": row.tokens, "pieces": [[*x] for x in row.pieces]}
             for row in report.shown

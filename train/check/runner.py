@@ -13,7 +13,6 @@ from outrider.data.batches import Batch
 from outrider.data.collect import Collector
 from outrider.data.forms import RecordReader
 from outrider.data.rows import gather
-from outrider.data.states import OnlineFeatures
 from outrider.data.target import Target
 from outrider.train import assembly
 from outrider.train.assembly import DTYPES, Ground
@@ -29,7 +28,7 @@ from outrider.train.check.heldout import check_heldout
 from outrider.train.check.needs import check_needs
 from outrider.train.check.rows import mode_fix
 from outrider.train.check.shown import Shown, show
-from outrider.train.check.step import Speed
+from outrider.train.plan import Plan
 from outrider.train.settings import Settings
 from outrider.train.tuning import tune
 
@@ -40,7 +39,6 @@ NAMES = {
     "Collector": "rows",
     "Made": "head",
     "Ground": "rows and head",
-    "Speed": "step",
 }
 """What parts are called."""
 
@@ -72,6 +70,11 @@ class Report:
     def count(self, verdict: Verdict) -> int:
         """How many there are of a verdict."""
         return sum(one.verdict == verdict for one in self.all)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the run will take, where so much could be made."""
+        return self.case.get(Plan) if Plan in self.case.parts else None
 
     @property
     def is_good(self) -> bool:
@@ -203,18 +206,12 @@ def _step(case: Case) -> Iterator[Finding]:
     if found[0].verdict == "fail":
         return
     head, settings = ground.head, case.settings
-    states = OnlineFeatures(ground.target, few.rows, layers=ground.layers)
-    start = time.perf_counter()
-    states.rows(range(len(few.rows)))
-    speed = batch.num_tokens / (time.perf_counter() - start)
     yield from head_checks.check_export(head, ground.target, batch)
     joint = settings.tuning
     if joint is not None:
         few = replace(few, tuning=tune(ground.target, joint, settings.run.seed))
         case.give(Ground, replace(ground, tuning=few.tuning))
-    yield from step_checks.check_step(
-        few, batch, lambda step: case.parts.update({Speed: Speed(speed, step)})
-    )
+    yield from step_checks.check_step(few, batch)
 
 
 def _ground(case: Case) -> Ground:
@@ -233,7 +230,10 @@ def _ground(case: Case) -> Ground:
 def _run(case: Case) -> Iterator[Finding]:
     rows = case.get(Collector).rows
     yield from check_heldout(case.settings.data, case.get(Target), rows)
-    yield from check_needs(case.get(Ground), case.get(Speed))
+    ground = case.get(Ground)
+    if case.settings.tuning is not None and ground.tuning is None:
+        raise Lacking("step")
+    yield from check_needs(ground, lambda plan: case.parts.update({Plan: plan}))
 
 
 CHECKS: tuple[Check, ...] = (

@@ -1,11 +1,9 @@
 """One step on the user's own rows: features, forward, backward, all of it finite."""
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,17 +22,6 @@ MOST_TOKENS = 512
 LEAST_TOKENS = 32
 OPERATIONS = 5e11
 """Of the target's pass: a few seconds of one core."""
-SLOW = 5.0
-"""Seconds of a step after which no second one is made."""
-
-
-class Speed(NamedTuple):
-    """Tokens a second."""
-
-    target: float
-    """Of the target's pass."""
-    step: float
-    """Of a forward and a backward pass of the head."""
 
 
 def pick(rows: Sequence[Row], target: Target) -> list[Row]:
@@ -87,16 +74,12 @@ def check_states(ground: Ground, batch: Batch) -> Iterator[Finding]:
     yield ok(name, f"{batch.num_tokens} tokens of {len(ground.rows)} rows, {width} numbers a token")
 
 
-def check_step(ground: Ground, batch: Batch, keep: Callable[[float], None]) -> Iterator[Finding]:
-    """A forward and a backward pass with finite loss and gradients; the rows to blame if not.
-
-    `keep` is given the tokens a second.
-    """
+def check_step(ground: Ground, batch: Batch) -> Iterator[Finding]:
+    """A forward and a backward pass with finite loss and gradients; the rows to blame if not."""
     name, settings = "one step", ground.settings
     dtype = DTYPES[settings.run.precision] if settings.run.precision == "bf16" else None
     task = task_for(ground, dtype).train()
     task.begin(0, 1)
-    start = time.perf_counter()
     loss = _loss(task, batch)
     if loss is None:
         yield fail(
@@ -106,7 +89,6 @@ def check_step(ground: Ground, batch: Batch, keep: Callable[[float], None]) -> I
         )
         return
     loss.backward()
-    seconds = time.perf_counter() - start
     loss = loss.detach()
     named = {key: x for key, x in task.trained.named_parameters() if x.requires_grad}
     grads = {key: x.grad for key, x in named.items() if x.grad is not None}
@@ -126,7 +108,6 @@ def check_step(ground: Ground, batch: Batch, keep: Callable[[float], None]) -> I
             f"loss {float(loss):.3f}, gradient norm {float(norm):.3g} over {len(grads)} tensors, "
             f"all finite"
         )
-        keep(_speed(task, batch, seconds))
         idle = sorted(set(named) - set(grads))
         if idle:
             yield warn(name, seen, f"{len(idle)} tensors get no gradient, {idle[0]} first")
@@ -136,20 +117,6 @@ def check_step(ground: Ground, batch: Batch, keep: Callable[[float], None]) -> I
             yield ok(name, seen)
     for value in task.trained.parameters():
         value.grad = None
-
-
-def _speed(task: DraftTask, batch: Batch, first: float) -> float:
-    """Tokens a second of a step; one more is timed where the first was quick, and so mostly start.
-
-    Gradients add up, which nobody reads after this.
-    """
-    if first > SLOW:
-        return batch.num_tokens / first
-    start = time.perf_counter()
-    loss = _loss(task, batch)
-    assert loss is not None
-    loss.backward()
-    return batch.num_tokens / (time.perf_counter() - start)
 
 
 def _loss(task: DraftTask, batch: Batch) -> torch.Tensor | None:
