@@ -6,6 +6,7 @@ its id, and the same call goes on with the others. The files are in the order of
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -170,7 +171,7 @@ def _settings(
     speaker: Speaker, prompts: Sequence[tuple[Request, list[int]]], run: _Run
 ) -> dict[str, Any]:
     """All that the answers depend on besides what answers: target, prompts, sampling, seed."""
-    samplings = {json.dumps(asdict(request.sampling)) for request, _ in prompts}
+    samplings = Counter(request.sampling for request, _ in prompts)
     digest = hashlib.sha256()
     for request, ids in prompts:
         digest.update(json.dumps([*request, ids], default=asdict).encode())
@@ -182,7 +183,10 @@ def _settings(
         "prompts": f"{len(prompts)} by hash {digest.hexdigest()[:16]}",
         "max_new_tokens": run.decoding.max_new_tokens,
         "seed": run.decoding.seed,
-        "samplings": [json.loads(text) for text in sorted(samplings)],
+        "samplings": [
+            {"rows": num, "temperature": sampling.temperature, **sampling.record()}
+            for sampling, num in sorted(samplings.items(), key=repr)
+        ],
     }
 
 

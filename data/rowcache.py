@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from outrider.data.counts import Counts
-from outrider.data.files import settle
+from outrider.data.files import locked
+from outrider.data.folders import write_whole
 from outrider.data.forms import RecordReader
 from outrider.data.mixture import parts_of
 from outrider.data.reading import Reading, Row
@@ -84,7 +85,10 @@ def read_key(source: str, reader: RecordReader, reading: Reading) -> str | None:
 
 
 def save_read(path: Path, read: Read) -> None:
-    """Keep rows and counts; the file appears whole or not at all."""
+    """Keep rows and counts; the file appears whole or not at all.
+
+    Raises ValueError where the disk has no room for it.
+    """
     names = [[row.row_id, row.kind, row.prompt_length] for row in read.rows]
     notes = json.dumps({"rows": names, "counts": read.counts.to_dict()}).encode()
     tensors = {
@@ -93,11 +97,8 @@ def save_read(path: Path, read: Read) -> None:
         "lengths_R": torch.tensor([len(row) for row in read.rows]),
         "notes": torch.frombuffer(bytearray(notes), dtype=torch.uint8),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    settle(temporary)
-    temporary.replace(path)
+    with locked(path.with_suffix(".lock")):  # several processes may have read the same rows
+        write_whole(path, tensors)
 
 
 def load_read(path: Path) -> Read | None:

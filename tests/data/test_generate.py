@@ -308,7 +308,11 @@ def test_the_manifest_says_what_a_file_was_made_with(target, tmp_path):
     assert settings["template"] == template_hash(target.tokenizer)
     assert (settings["by"], settings["dtype"]) == ("process", "torch.float64")
     assert (settings["seed"], settings["max_new_tokens"]) == (7, 20)
-    assert [one["temperature"] for one in settings["samplings"]] == [0.0, 0.7, 1.0]
+    assert settings["samplings"] == [
+        {"rows": 2, "temperature": 0.0},
+        {"rows": 1, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"rows": 2, "temperature": 1.0},
+    ]
     finish = [row["finish"] for row in rows]
     assert found["counts"] == {
         "rows": 5,
