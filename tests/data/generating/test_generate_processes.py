@@ -10,7 +10,7 @@ import pytest
 
 from outrider.data.manifest import manifest_path
 
-NUM_ROWS = 40
+NUM_ROWS = 30
 PREAMBLE = """
 import torch
 from outrider.scripts import cli, generate_command
@@ -25,29 +25,23 @@ def job(out, *more):
 
 
 @pytest.fixture(scope="module")
-def root(make_model, make_tokenizer, tmp_path_factory):
-    """Files of a tiny target, and prompts for it."""
-    root = tmp_path_factory.mktemp("files")
-    make_model().save_pretrained(root / "target")
-    make_tokenizer().save_pretrained(root / "target")
-    with (root / "prompts.jsonl").open("w") as file:
-        for number in range(NUM_ROWS):
-            text = "tell me a story about a fox " * (1 + number % 4)
-            file.write(json.dumps({"id": f"r{number}", "prompt": f"{text}{number}"}) + "\n")
-    return root
-
-
-@pytest.fixture(scope="module")
 def forks(make_forks, root):
     return make_forks(PREAMBLE.replace("{root}", str(root)))
 
 
+@pytest.fixture(scope="module", params=["process", "server"])
+def by(request, place):
+    """Words that say who answers: the target in the process that is killed, or a server."""
+    served = ["--server", place.server.url, "--concurrency", "3"]
+    return served if request.param == "server" else []
+
+
 @pytest.fixture(scope="module")
-def whole(forks, tmp_path_factory):
+def whole(forks, by, tmp_path_factory):
     """An uninterrupted run: its rows and its manifest, and how long it took."""
     out = tmp_path_factory.mktemp("whole") / "rows.jsonl"
     begun = time.perf_counter()
-    assert forks.run(out) == 0, said(out)
+    assert forks.run(out, *by) == 0, said(out)
     return content(out), time.perf_counter() - begun
 
 
@@ -63,14 +57,14 @@ def rows_in(partial):
     return [json.loads(line)["id"] for line in partial.read_bytes().splitlines()[2:]]
 
 
-def killed_and_completed(forks, whole, tmp_path, kills, *more):
+def killed_and_completed(forks, by, whole, tmp_path, kills):
     """Kill runs and their continuations; how many were stopped with rows done, but not all."""
     expected, seconds = whole
     chance, num_killed, num_begun = random.Random(os.getpid()), 0, 0
     for number in range(kills):
         out = tmp_path / f"{number}.jsonl"
         for _ in range(2):  # the continuation is killed too
-            child = forks.start(out, *more)
+            child = forks.start(out, *by)
             time.sleep(chance.random() * seconds)
             os.kill(child, signal.SIGKILL)
             code = forks.end(child)
@@ -78,7 +72,7 @@ def killed_and_completed(forks, whole, tmp_path, kills, *more):
             num_killed += code != 0
             partial = out.with_name(f"{out.name}.partial.jsonl")
             num_begun += partial.exists() and partial.read_bytes().count(b"\n") > 2
-        assert forks.run(out, *more) == 0, said(out)
+        assert forks.run(out, *by) == 0, said(out)
         assert content(out) == tuple(part.replace(b"rows.jsonl", out.name.encode())
                                      for part in expected)  # fmt: skip
         assert sorted(path.name for path in tmp_path.glob(f"{number}.jsonl*")) == [
@@ -88,31 +82,33 @@ def killed_and_completed(forks, whole, tmp_path, kills, *more):
     return num_begun
 
 
-def test_killed_at_any_moment_a_run_completes_to_the_same_bytes(forks, whole, tmp_path):
-    killed_and_completed(forks, whole, tmp_path, 3)
+def test_killed_at_any_moment_a_run_completes_to_the_same_bytes(forks, by, whole, tmp_path):
+    killed_and_completed(forks, by, whole, tmp_path, 3)
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_a_run_completes_to_the_same_bytes(forks, whole, tmp_path):
-    assert killed_and_completed(forks, whole, tmp_path, 20) > 3
+def test_killed_twenty_times_a_run_completes_to_the_same_bytes(forks, by, whole, tmp_path):
+    assert killed_and_completed(forks, by, whole, tmp_path, 20) > 3
 
 
-def test_a_disk_that_fills_up_keeps_the_rows_that_were_answered(forks, whole, tmp_path, make_disk):
+def test_a_disk_that_fills_up_keeps_the_rows_that_were_answered(
+    forks, by, whole, tmp_path, make_disk
+):
     expected, _ = whole
     disk = make_disk(len(expected[0]) // 2)
     out = disk.path / "rows.jsonl"
     out.with_name("rows.jsonl.said").symlink_to(tmp_path / "said")  # must not take of the room
-    assert forks.run(out) == 2
+    assert forks.run(out, *by) == 2
     assert "rows.jsonl.partial.jsonl cannot be written: [Errno 28] No space left" in said(out)
     assert "free some space and run the same command again" in said(out)
     kept = rows_in(disk.path / "rows.jsonl.partial.jsonl")
     assert 3 < len(kept) < NUM_ROWS
     assert len(set(kept)) == len(kept)
     disk.grow(int(len(expected[0]) * 1.5))  # room for the partial file, but not for the whole one
-    assert forks.run(out) == 2
+    assert forks.run(out, *by) == 2
     assert f"{out} cannot be written: [Errno 28] No space left" in said(out)
     assert not out.exists()
     disk.grow(4 * len(expected[0]))
-    assert forks.run(out) == 0, said(out)
+    assert forks.run(out, *by) == 0, said(out)
     assert f"{NUM_ROWS} rows taken over from a stopped run" in said(out)
     assert content(out) == expected
