@@ -10,6 +10,7 @@ from urllib.parse import urljoin, urlsplit
 
 from httpx2 import AsyncClient, Limits, Response, Timeout, TransportError
 
+from outrider.data.anatomy import WEIGHTS
 from outrider.data.answers import Answer, Decoding, Emit, Request, Speaker
 from outrider.data.retry import Patience, RefusedError, Sender
 from outrider.data.sampling import Sampling
@@ -93,8 +94,10 @@ class ServerAnswers:
         """Model and form, once known. Not the address: the server may move between two runs."""
         asking, server = self._asking, self.server
         chosen = None if server.server_form == "auto" else server.server_form
+        folder = self._folder()
         return {
             "by": "server",
+            "target_hash_covers_weights": folder is not None and any(folder.glob(WEIGHTS)),
             "server_model": server.server_model if asking is None else asking.model,
             "server_form": chosen if asking is None else asking.form,
         }
@@ -196,9 +199,13 @@ class ServerAnswers:
         )
 
     def _own_names(self) -> set[str]:
-        folder: Path | None = getattr(self.speaker, "folder", None)
+        folder = self._folder()
         places = [] if folder is None else [str(folder), str(folder.resolve())]
         return {self.speaker.name, *places}
+
+    def _folder(self) -> Path | None:
+        """Where the target's files lie; the weights need not be among them."""
+        return getattr(self.speaker, "folder", None)
 
     async def _find_version(self, client: AsyncClient) -> str | None:
         """The server's version, from where vLLM tells it."""

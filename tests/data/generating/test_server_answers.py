@@ -75,6 +75,7 @@ def test_greedy_rows_are_those_of_the_target_in_process(generate, server, expect
     settings = found["settings"]
     assert (settings["by"], settings["server_form"]) == ("server", "ids")
     assert settings["server_model"] == server.name
+    assert settings["target_hash_covers_weights"] is True
     (run,) = found["runs"]
     assert run["server"] == f"{server.url}/"
     assert run["server_version"] == "small-1"
