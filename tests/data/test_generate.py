@@ -211,7 +211,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    while not partial.exists() or partial.read_bytes().count(b"\n") < 4:
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 5:
         assert run.poll() is None, run.stderr.read()
         time.sleep(0.02)
     run.send_signal(blow)
@@ -222,7 +222,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
     assert not out.exists()
     with partial.open("ab") as file:
         file.write(b'{"id": "r29", "prompt_i')
-    num_done = partial.read_bytes().count(b"\n") - 1
+    num_done = partial.read_bytes().count(b"\n") - 2  # settings and the run come first
     main([*common, "--out", str(out)])
     assert f"{num_done} rows taken over from a stopped run" in capsys.readouterr().out
     main([*common, "--out", str(whole)])

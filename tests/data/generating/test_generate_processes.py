@@ -57,6 +57,18 @@ def rows_in(partial):
     return [json.loads(line)["id"] for line in partial.read_bytes().splitlines()[2:]]
 
 
+def num_done(out):
+    """Rows in the partial file, after its lines of settings and of the run."""
+    partial = out.with_name(f"{out.name}.partial.jsonl")
+    return max(0, partial.read_bytes().count(b"\n") - 2) if partial.exists() else 0
+
+
+def wait_for_rows(out, num_more, most_s):
+    least, end = num_done(out) + num_more, time.monotonic() + most_s
+    while num_done(out) < least and not out.exists() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
 def killed_and_completed(forks, by, whole, tmp_path, kills):
     """Kill runs and their continuations; how many were stopped with rows done, but not all."""
     expected, seconds = whole
@@ -65,13 +77,17 @@ def killed_and_completed(forks, by, whole, tmp_path, kills):
         out = tmp_path / f"{number}.jsonl"
         for _ in range(2):  # the continuation is killed too
             child = forks.start(out, *by)
-            time.sleep(chance.random() * seconds)
+            # Half of the moments lie anywhere, starting included; half after some rows more.
+            scale = 1.0
+            if chance.random() < 0.5:
+                scale = 0.05
+                wait_for_rows(out, chance.randrange(1, NUM_ROWS // 2), most_s=20 * seconds)
+            time.sleep(chance.random() * seconds * scale)
             os.kill(child, signal.SIGKILL)
             code = forks.end(child)
             assert code in (0, -signal.SIGKILL), said(out)
             num_killed += code != 0
-            partial = out.with_name(f"{out.name}.partial.jsonl")
-            num_begun += partial.exists() and partial.read_bytes().count(b"\n") > 2
+            num_begun += num_done(out) > 0
         assert forks.run(out, *by) == 0, said(out)
         assert content(out) == tuple(part.replace(b"rows.jsonl", out.name.encode())
                                      for part in expected)  # fmt: skip
