@@ -135,7 +135,10 @@ def rows(out):
 
 def rows_in(out):
     partial = out.with_name(f"{out.name}.partial.jsonl")
-    return max(0, partial.read_bytes().count(b"\n") - 2) if partial.exists() else 0
+    try:
+        return max(0, partial.read_bytes().count(b"\n") - 2)
+    except FileNotFoundError:  # not begun, or finished
+        return 0
 
 
 def gap_at(target, ids, first, second):

@@ -60,7 +60,10 @@ def rows_in(partial):
 def num_done(out):
     """Rows in the partial file, after its lines of settings and of the run."""
     partial = out.with_name(f"{out.name}.partial.jsonl")
-    return max(0, partial.read_bytes().count(b"\n") - 2) if partial.exists() else 0
+    try:
+        return max(0, partial.read_bytes().count(b"\n") - 2)
+    except FileNotFoundError:  # not begun, or finished
+        return 0
 
 
 def wait_for_rows(out, num_more, most_s):
