@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.files import sha256_of, write_whole
+from outrider.data.files import sha256_of
+from outrider.data.folders import write_whole
 from outrider.data.rowfile import differences
 
 MANIFEST = ".manifest.json"
@@ -37,13 +38,8 @@ def write_manifest(
         "settings": settings,
         "counts": count(rows),
     }
-    try:
-        write_whole(manifest_path(out), json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise ValueError(
-            f"{manifest_path(out)} cannot be written: {error}; the rows are kept: free some space "
-            "and run the same command again"
-        ) from error
+    # One name for the temporary file: the next run replaces what a killed one left.
+    write_whole(manifest_path(out), (json.dumps(content, indent=1) + "\n").encode())
 
 
 def count(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
