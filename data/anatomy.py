@@ -3,6 +3,7 @@
 Letters: V rows of a table, H hidden size.
 """
 
+import hashlib
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from outrider.data.demo_target import DEMO_TARGET, smollm2_demo
+from outrider.data.files import sha256_of
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+WEIGHTS = "*.safetensors"
+MODEL_FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt")
 
 
 class Tables(NamedTuple):
@@ -26,8 +34,8 @@ class Tables(NamedTuple):
     softcap: float | None
 
 
-def find_folder(name: str) -> Path:
-    """The local folder of a target name, fetched first where it has to be."""
+def find_folder(name: str, *, weights: bool = True) -> Path:
+    """The local folder of a target name, fetched first where it has to be, `weights` too."""
     if name == DEMO_TARGET:
         return smollm2_demo()
     path = Path(name).expanduser()
@@ -40,7 +48,17 @@ def find_folder(name: str) -> Path:
             f"target {name!r} is neither {DEMO_TARGET!r}, nor an existing folder, nor a Hub id "
             f"(owner/name); check the spelling"
         )
-    return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+    wanted = [pattern for pattern in MODEL_FILES if weights or pattern != WEIGHTS]
+    return Path(snapshot_download(name, allow_patterns=wanted))
+
+
+def files_hash(folder: Path) -> str:
+    """SHA-256 over names and bytes of a model's files: config, weights, tokenizer, template."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+        digest.update(f"\n{path.name}\n".encode())
+        digest.update(bytes.fromhex(sha256_of(path)))
+    return digest.hexdigest()
 
 
 def find_blocks(
@@ -93,10 +111,12 @@ def non_finite(model: nn.Module) -> list[str]:
 
 
 def eos_ids(
-    model: PreTrainedModel, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    generation: GenerationConfig | None,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[int, ...]:
     """The ids that end a text, from where generation looks first."""
-    places = (model.generation_config, config, tokenizer)
+    places = (generation, config, tokenizer)
     for found in (getattr(place, "eos_token_id", None) for place in places):
         if isinstance(found, int):
             return (found,)

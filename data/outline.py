@@ -50,7 +50,7 @@ def outline(name: str, *, dtype: torch.dtype, reads_rows: bool) -> Target:
         embed_scale=tables.embed_scale,
         output_VH=tables.output_VH,
         softcap=tables.softcap,
-        eos_ids=eos_ids(model, text, tokenizer),
+        eos_ids=eos_ids(model.generation_config, text, tokenizer),
         tokenizer_size=tokenizer_size(tokenizer, tables.output_VH.shape[0], name),
         cache_keyword=cache_keyword(decoder),
     )

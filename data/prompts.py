@@ -1,12 +1,17 @@
 """Prompts from a file of conversations, as requests to the target."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from outrider.data.generate import Request
-from outrider.data.sampling import Sampling
+from outrider.data.answers import Request
+from outrider.data.sampling import Sampling, Stream, row_key, uniform
 from outrider.data.sources import records
 
 _WRITTEN_HERE = {
+    "retokenised",
+    "text_gives_other_ids",
+    "sampling",
     "prompt",
     "prompt_ids",
     "answer_ids",
@@ -52,3 +57,43 @@ def _messages(found: object, prompt: object) -> list[dict[str, str]]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     return []
+
+
+def parse_temperatures(text: str) -> dict[float, float]:
+    """Temperatures and their shares, summing to 1: `0,0.7,1` or, weighted, `0=2,1=1`.
+
+    Raises ValueError naming the part that is no temperature or no weight.
+    """
+    weights: dict[float, float] = {}
+    for part in text.split(","):
+        name, equals, weight = part.partition("=")
+        try:
+            temperature, share = float(name), float(weight) if equals else 1.0
+        except ValueError:
+            temperature, share = -1.0, 0.0
+        if not (0 <= temperature < 100 and 0 < share < float("inf")) or temperature in weights:
+            raise ValueError(
+                f"temperatures has {part!r}; write each once, as 0,0.7,1 or with weights above 0 "
+                "as 0=2,1=1"
+            )
+        weights[temperature] = share
+    total = sum(weights.values())
+    return {temperature: share / total for temperature, share in weights.items()}
+
+
+def mix_temperatures(
+    requests: list[Request], shares: Mapping[float, float], seed: int
+) -> list[Request]:
+    """Requests with one of the temperatures each, drawn by its share from (seed, row id) alone."""
+    mixed: list[Request] = []
+    for request in requests:
+        # Position 0 is no token's: the coin is independent of those that the answer is drawn with.
+        left = uniform(seed, row_key(request.id), 0, Stream.TARGET)
+        chosen = next(iter(shares))
+        for temperature, share in shares.items():
+            chosen = temperature
+            left -= share
+            if left < 0:
+                break
+        mixed.append(request._replace(sampling=replace(request.sampling, temperature=chosen)))
+    return mixed

@@ -84,7 +84,10 @@ def read_key(source: str, reader: RecordReader, reading: Reading) -> str | None:
 
 
 def save_read(path: Path, read: Read) -> None:
-    """Keep rows and counts; the file appears whole or not at all."""
+    """Keep rows and counts; the file appears whole or not at all.
+
+    Raises ValueError where the disk has no room for it.
+    """
     names = [[row.row_id, row.kind, row.prompt_length] for row in read.rows]
     notes = json.dumps({"rows": names, "counts": read.counts.to_dict()}).encode()
     tensors = {

@@ -4,7 +4,8 @@ import fcntl
 import gzip
 import json
 import lzma
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -12,36 +13,68 @@ from outrider.data.files import settle, temporary_for
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows in the form the suffix names; the file appears whole or not at all."""
+    """Write rows in the form the suffix names; the file appears whole or not at all.
+
+    Raises ValueError, and leaves nothing behind, where the disk has no room for it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)
-    with _open(temporary, path.suffix, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    settle(temporary)
+    try:
+        with _open(temporary, path.suffix, "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        settle(temporary)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ValueError(
+            f"{path} cannot be written: {error}; the answered rows are kept beside it: free some "
+            "space and run the same command again"
+        ) from error
     temporary.replace(path)
+
+
+def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Which settings differ, as `name: known, not wanted`; None in `wanted` means any value."""
+    return [
+        f"{name}: {known.get(name)!r}, not {wanted.get(name)!r}"
+        for name in sorted(known.keys() | wanted.keys())
+        if known.get(name) != wanted.get(name) and not (name in wanted and wanted[name] is None)
+    ]
 
 
 class PartialRows:
     """Rows finished so far, in a file whose first line holds the settings behind them.
 
-    A last line that a kill cut short is dropped. Raises ValueError when the file was made with
-    other settings, or while another run writes it.
+    Every row is on its way to the disk when `append` returns, in whatever order rows come. A last
+    line that a kill cut short is dropped. Raises ValueError when the file was made with other
+    settings, or while another run writes it; with `fresh` other settings begin it anew.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._size = 0
+        self.rows: dict[str, dict[str, Any]] = {}
+        """Id to row."""
+        self.notes: list[dict[str, Any]] = []
+        """What the runs so far noted of themselves, each different note once."""
         try:
-            self.rows: dict[str, dict[str, Any]] = self._recover(path, settings)
-            """Id to row."""
-        except ValueError:
+            self._recover(settings, fresh=fresh)
+        except BaseException:
             self._file.close()
             raise
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a finished row; a kill of this process no longer loses it."""
-        self.rows[row["id"]] = row
+        assert row["id"] not in self.rows, f"row {row['id']!r} was answered twice"
         self._write(row)
+        self.rows[row["id"]] = row
+
+    def note(self, facts: dict[str, Any]) -> None:
+        """Keep facts about this run, unless an earlier one noted the same."""
+        if facts not in self.notes:
+            self._write({"run": facts})
+            self.notes.append(facts)
 
     def __enter__(self) -> Self:
         return self
@@ -49,30 +82,45 @@ class PartialRows:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _recover(self, path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def _recover(self, settings: dict[str, Any], *, fresh: bool) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"{path} is being written by another run; wait for it, or name another output"
+                f"{self._path} is being written by another run; wait for it, or name another output"
             ) from error
         self._file.seek(0)
-        raw = self._file.read()
+        raw = self._file.readall()
         whole = raw[: raw.rfind(b"\n") + 1]
         lines = [json.loads(line) for line in whole.splitlines()]
-        if lines and lines[0] != settings:
+        unlike = differences(lines[0], settings) if lines else []
+        if unlike and not fresh:
             raise ValueError(
-                f"{path} was made with {lines[0]}, this run has {settings}; use the same settings, "
-                "delete it to start again, or name another output"
+                f"{self._path} was begun with other settings ({'; '.join(unlike)}); go on with "
+                "those, start again with overwrite, or name another output"
             )
-        self._file.truncate(len(whole))
-        if not lines:
+        self._size = 0 if unlike else len(whole)
+        self._file.truncate(self._size)
+        if not self._size:
             self._write(settings)
-        return {row["id"]: row for row in lines[1:]}
+            return
+        self.notes = [line["run"] for line in lines[1:] if "run" in line]
+        self.rows = {line["id"]: line for line in lines[1:] if "run" not in line}
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write((json.dumps(row) + "\n").encode())
-        self._file.flush()
+        """Append one whole line, or none. Raises ValueError where the disk has no room for it."""
+        line = memoryview((json.dumps(row) + "\n").encode())
+        done = 0
+        try:
+            while done < len(line):
+                done += self._file.write(line[done:]) or 0
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), self._size)
+            raise ValueError(
+                f"{self._path} cannot be written: {error}; its {len(self.rows)} rows are whole and "
+                "stay: free some space and run the same command again, and it continues from there"
+            ) from error
+        self._size += len(line)
 
 
 def _open(path: Path, suffix: str, mode: str) -> IO[Any]:

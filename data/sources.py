@@ -14,6 +14,8 @@ from outrider.data.files import sha256_of
 
 DEMO_FILES = {"demo": "train.jsonl.xz", "demo:heldout": "heldout.jsonl.xz"}
 FILES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".json", ".parquet")
+# What `outrider generate` keeps beside its rows.
+NOT_ROWS = (".partial.jsonl", ".manifest.json")
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 Record = Mapping[str, Any]
@@ -122,7 +124,8 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(FILES))
+    named = sorted(path for path in folder.iterdir() if path.name.endswith(FILES))
+    found = [path for path in named if not path.name.endswith(NOT_ROWS)]
     if not found:
         raise ValueError(
             f"data {str(folder)!r} is a folder with none of {', '.join(FILES)} in it, and not one "

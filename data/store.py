@@ -35,6 +35,7 @@ STORE_VERSION = 1  # raise when the same key would hold other numbers than befor
 SHARD_TOKENS = 16_384  # a kill loses this much work at most
 PASS_TOKENS = 2_048  # padded positions of one pass of the target
 OPEN_SHARDS = 64
+KEY_CLAIM = 1 << 40  # no shard's number: whoever holds it writes the key
 
 
 def store_key(
@@ -115,8 +116,9 @@ class FeatureStore:
         _check_budget(store_bytes(rows, layout), max_bytes)
         if not isinstance(folder, CloudFolder):
             _check_disk(store_bytes(wanted, layout), folder)
-        if folder.read("key.json") is None:
-            folder.write("key.json", json.dumps(key, indent=1).encode())
+        with folder.claim(KEY_CLAIM, wait=True):
+            if folder.read("key.json") is None:
+                folder.write("key.json", json.dumps(key, indent=1).encode())
         with tqdm(
             total=sum(len(row) for row in rows),
             initial=sum(len(row) for row in rows) - sum(len(row) for row in wanted),

@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from outrider.data.anatomy import (
-    MODEL_FILES,
     cache_keyword,
     eos_ids,
+    files_hash,
     find_blocks,
     find_folder,
     find_tables,
@@ -150,7 +150,7 @@ class Target:
             embed_scale=tables.embed_scale,
             output_VH=tables.output_VH,
             softcap=tables.softcap,
-            eos_ids=eos_ids(model, config, tokenizer),
+            eos_ids=eos_ids(model.generation_config, config, tokenizer),
             tokenizer_size=tokenizer_size(tokenizer, tables.output_VH.shape[0], name),
             folder=folder,
             cache_keyword=cache_keyword(decoder),
@@ -222,14 +222,9 @@ class Target:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
         if self.folder is not None:
-            found = {p for pattern in MODEL_FILES for p in self.folder.glob(pattern)}
-            for path in sorted(found):
-                digest.update(f"\n{path.name}\n".encode())
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-            return digest.hexdigest()
+            return files_hash(self.folder)
+        digest = hashlib.sha256()
         digest.update(self.model.config.to_json_string().encode())
         for key, value in self.model.state_dict().items():
             digest.update(f"\n{key} {value.dtype} {tuple(value.shape)}\n".encode())

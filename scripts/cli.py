@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate_command", "let the target answer prompts: on-policy training text"),
     "check": ("check_command", "check target, data, head and one step before training; --fix"),
     "plan": ("plan_command", "disk, memory and time of a run, from a config alone"),
-    "prepare": ("prepare_command", "store the frozen target's features ahead of training"),
+    "features": ("features_command", "store the frozen target's features ahead of training"),
     "vocab": ("vocab_command", "choose draft vocabularies and tell the acceptance they can reach"),
     "trace": ("trace_command", "record the target's own text and features for scoring"),
     "tree": ("tree_command", "fit a static draft tree to a head on a trace"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 
-from outrider.data.generate import Request, prompt_ids
+from outrider.data.answers import Request, prompt_ids
 from outrider.data.options import parse_options, state_options
 from outrider.data.sampling import row_key
 from outrider.data.sources import records

@@ -1,6 +1,7 @@
 """`outrider generate`: the target answers prompts, which makes text to train and to judge heads on.
 
-A stopped run goes on when the same command is given again.
+The target runs in this process or in a server. A stopped run goes on when the same command is given
+again; a finished one is left alone.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,14 @@ from typing import Literal
 import torch
 import tyro
 
+from outrider.data.answers import Decoding, Request, TargetFiles, template_of
 from outrider.data.demo.conversations import demo_requests
-from outrider.data.generate import Decoding, Request, generate_files
+from outrider.data.generate import Written, generate_files
+from outrider.data.local_answers import LocalAnswers
 from outrider.data.options import parse_options
-from outrider.data.prompts import read_requests
+from outrider.data.prompts import mix_temperatures, parse_temperatures, read_requests
 from outrider.data.sampling import Sampling
+from outrider.data.server_answers import Server, ServerAnswers
 from outrider.data.target import Target
 
 
@@ -41,6 +45,13 @@ class GenerateSettings:
     demo_heldout: int = 24
     """Held-out prompts of each kind, with --demo."""
 
+    temperatures: str | None = None
+    """Instead of temperature: several, one for each row, drawn by seed and row id in equal shares
+    or by weight: 0,0.7,1 or 0=2,1=1. Each row states its own."""
+
+    overwrite: bool = False
+    """Replace a finished or begun file that was made with other settings."""
+
     template_options: tuple[str, ...] = ()
     """Mode of the chat template, as enable_thinking=false; the rows state it."""
 
@@ -50,6 +61,7 @@ class GenerateSettings:
     device: str = "cpu"
     """Where the target runs: cpu, cuda, cuda:1 ..."""
 
+    serving: Server = field(default_factory=Server)
     sampling: Sampling = field(default_factory=Sampling)
     decoding: Decoding = field(default_factory=Decoding)
 
@@ -59,10 +71,17 @@ class GenerateSettings:
             raise ValueError(
                 f"prompts is {self.prompts} and demo is {self.demo}; give --prompts FILE or --demo"
             )
-        if self.demo and self.sampling != Sampling():
+        if self.demo and (self.sampling != Sampling() or self.temperatures):
             raise ValueError(
                 f"sampling is {self.sampling} but --demo brings its own temperatures; leave it out"
             )
+        if self.temperatures is not None:
+            parse_temperatures(self.temperatures)
+            if self.sampling.temperature:
+                raise ValueError(
+                    f"temperature is {self.sampling.temperature} and temperatures is "
+                    f"{self.temperatures!r}; give one of them"
+                )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,21 +92,44 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="outrider generate",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    target = Target.load(
-        settings.target, dtype=getattr(torch, settings.dtype), device=settings.device
-    )
-    options = parse_options(settings.template_options)
-    written = generate_files(target, _wanted(settings), settings.decoding, options)
+    written = answer(settings)
     print(
         f"{settings.out}: {written.num_rows} rows, {written.num_answer_tokens} answer tokens, "
-        f"{written.num_rows - written.num_new_rows} rows taken over from a stopped run"
+        + (
+            "finished before with the same settings: nothing to do"
+            if written.was_finished
+            else f"{written.num_rows - written.num_new_rows} rows taken over from a stopped run"
+        )
     )
+    if written.num_other_ids:
+        print(
+            f"{written.num_other_ids} rows came back as text that gives another number of tokens "
+            "than were drawn; they say `retokenised: other`"
+        )
+
+
+def answer(settings: GenerateSettings) -> Written:
+    """Answer what the settings ask, here or through a server."""
+    wanted, options = _wanted(settings), parse_options(settings.template_options)
+    decoding, overwrite = settings.decoding, settings.overwrite
+    if settings.serving.server is None:
+        dtype = getattr(torch, settings.dtype)
+        target = Target.load(settings.target, dtype=dtype, device=settings.device)
+        local = LocalAnswers(target, decoding)
+        return generate_files(target, wanted, local, decoding, options, overwrite=overwrite)
+    files = TargetFiles.load(settings.target)
+    served = ServerAnswers(settings.serving, files, template_of(files, options), decoding)
+    return generate_files(files, wanted, served, decoding, options, overwrite=overwrite)
 
 
 def _wanted(settings: GenerateSettings) -> dict[Path, list[Request]]:
     """The files to write and the requests of each."""
     if not settings.demo:
-        return {settings.out: read_requests(str(settings.prompts), settings.sampling)}
+        requests = read_requests(str(settings.prompts), settings.sampling)
+        if settings.temperatures is not None:
+            shares = parse_temperatures(settings.temperatures)
+            requests = mix_temperatures(requests, shares, settings.decoding.seed)
+        return {settings.out: requests}
     numbers = {"heldout": settings.demo_heldout, "train": settings.demo_train}
     return {
         settings.out / f"{split}.jsonl.xz": demo_requests(split, num, settings.decoding.seed)

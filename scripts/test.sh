@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Format, lint, types and the quick tests. `--full` adds the slow tests and the whole demo.
-#   bash scripts/test.sh [--full] [pytest arguments]
+# Format, lint, types and the quick tests. `--full` adds the slow tests and the whole demo; `--vllm`
+# installs vLLM on CPU beside it (.vllm, 3.5 GB) and runs what needs that server, and nothing else.
+#   bash scripts/test.sh [--full | --vllm] [pytest arguments]
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 outrider_setup
+
+if [ "${1:-}" = "--vllm" ]; then
+  shift
+  [ -n "${OUTRIDER_VLLM_PYTHON:-}" ] || bash scripts/vllm_venv.sh
+  export OUTRIDER_VLLM_PYTHON="${OUTRIDER_VLLM_PYTHON:-$PWD/.vllm/bin/python}" HF_HUB_OFFLINE=1
+  echo "== tests against vLLM"; pytest -q -s -m vllm tests/vllm "$@"
+  exit
+fi
 
 full=0
 if [ "${1:-}" = "--full" ]; then full=1; shift; fi

@@ -13,9 +13,11 @@ from typing import Literal
 import torch
 import tyro
 
+from outrider.data.answers import Decoding, Request
 from outrider.data.capture import default_layers
 from outrider.data.files import write_whole
-from outrider.data.generate import Decoding, Request, generate_files
+from outrider.data.generate import generate_files
+from outrider.data.local_answers import LocalAnswers
 from outrider.data.options import parse_options, state_options
 from outrider.data.prompts import read_requests
 from outrider.data.sampling import Sampling
@@ -89,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         claim_answers(settings, target, requests)
         if not Path(source).exists():
             options = parse_options(settings.template_options)
-            generate_files(target, {Path(source): requests}, settings.decoding, options)
+            answers = LocalAnswers(target, settings.decoding)
+            generate_files(target, {Path(source): requests}, answers, settings.decoding, options)
     texts = read_texts(str(source), settings.sampling, per_kind=settings.per_kind)
     trace = build_trace(
         target,

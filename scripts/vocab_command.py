@@ -52,9 +52,9 @@ class VocabSettings:
     """Other rows to measure on: a vocabulary looks best on the rows it was chosen from."""
 
     store: str | None = None
-    """Folder or URL of stored features, as outrider prepare and training have it; those of the rows
-    are read from there or written there. int8, fp8 and int4 stores keep no last states and do not
-    serve. Without it the target runs again in every pass."""
+    """Folder or URL of stored features, as outrider features and training have it; those of the
+    rows are read from there or written there. int8, fp8 and int4 stores keep no last states and do
+    not serve. Without it the target runs again in every pass."""
 
     layers: tuple[int, ...] | None = None
     """With store: the layers stored beside the last state; 2, n/2, n-3 when left out."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.data.generate import Decoding, Request, answers
+from outrider.data.answers import Decoding, Request
+from outrider.data.local_answers import answers
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
 from outrider.eval.offline.chain import score_chain

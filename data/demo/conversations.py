@@ -1,7 +1,7 @@
 """The demo's prompts as requests to the target: which are answered, at which temperature."""
 
+from outrider.data.answers import Request
 from outrider.data.demo.prompts import KINDS, Prompt, prompts
-from outrider.data.generate import Request
 from outrider.data.sampling import Sampling
 
 TEMPERATURES = (0.0, 1.0)

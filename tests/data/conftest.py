@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -205,3 +207,106 @@ def check(tmp_path, capsys, make_model, make_tokenizer):
         return SimpleNamespace(code=code, page=said.out, found=found, record=record, data=data)
 
     return run
+
+
+FORKS = """
+import os, sys, traceback
+{preamble}
+print("ready", flush=True)
+for line in sys.stdin:
+    word, *rest = line.split()
+    if word == "start":
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                job(*rest)
+                code = 0
+            except SystemExit as stop:
+                code = stop.code
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print(child, flush=True)
+    else:
+        print(os.waitstatus_to_exitcode(os.waitpid(int(rest[0]), 0)[1]), flush=True)
+"""
+
+
+class Forks:
+    """Runs `job(*words)` in processes of their own, to be killed; torch is imported only once."""
+
+    def __init__(self, preamble):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FORKS.replace("{preamble}", preamble)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def _ask(self, words):
+        self.process.stdin.write(words + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, *words):
+        """The process id of a job that runs now."""
+        return self._ask(" ".join(["start", *map(str, words)]))
+
+    def end(self, child):
+        """The exit code of a job, minus the signal where one ended it."""
+        return self._ask(f"wait {child}")
+
+    def run(self, *words):
+        return self.end(self.start(*words))
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def make_forks():
+    made = []
+
+    def make(preamble):
+        made.append(Forks(preamble))
+        return made[-1]
+
+    yield make
+    for forks in made:
+        forks.close()
+
+
+class Disk:
+    """A real file system of its own size, in memory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def mount(self, size, *options):
+        words = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs"]
+        done = subprocess.run([*words, str(self.path)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no disk to fill, since mount is not allowed here: {done.stderr.strip()}")
+
+    def grow(self, size):
+        self.mount(size, "remount")
+
+
+@pytest.fixture
+def make_disk(tmp_path):
+    disk = Disk(tmp_path / "disk")
+    disk.path.mkdir()
+
+    def make(size):
+        disk.mount(size)
+        return disk
+
+    yield make
+    subprocess.run(["umount", str(disk.path)], capture_output=True)

@@ -1,4 +1,4 @@
-"""Cases of data that lies, through the commands that users give: prepare and train."""
+"""Cases of data that lies, through the commands that users give: features and train."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from outrider.data.rowcache import load_read
-from outrider.scripts import prepare_command
+from outrider.scripts import features_command
 from outrider.train.eagle import main as train
 
 END = "<|end|>"
@@ -35,8 +35,8 @@ def command(tmp_path, make_model, make_tokenizer):
         given = ["--target", str(tmp_path / "target"), "--data", str(data)]
         given += ["--row-report", str(tmp_path / f"{name}.report.jsonl")]
         store = tmp_path / f"{name}-store"
-        if which == "prepare":
-            prepare_command.main([*given, "--out", str(store), "--layers", "1", "3", "5", *flags])
+        if which == "features":
+            features_command.main([*given, "--out", str(store), "--layers", "1", "3", "5", *flags])
         else:
             given += ["--aux-layers", "1", "3", "5", "--store", str(store), *SMALL]
             train([*given, "--output", str(tmp_path / name), *flags])
@@ -193,7 +193,7 @@ def test_c06_stored_states_are_those_of_independent_hooks(
 ):
     model = make_model(family)
     chosen = ["--layers", *layers, "--feature-dtype", "float32"]
-    read = command("prepare", C01[:1], *chosen, model=model)
+    read = command("features", C01[:1], *chosen, model=model)
     (shard,) = (tmp_path / "run-store").glob("*/features-*.safetensors")
     with safe_open(shard, "pt") as file:
         stored = file.get_tensor("aux")
@@ -229,7 +229,7 @@ def lengths(most):
 
 
 def test_c19_counts_are_right_and_a_shorter_length_at_training_is_obeyed(command, tmp_path, capsys):
-    read = command("prepare", [*lengths(12)], "--max-length", "12")
+    read = command("features", [*lengths(12)], "--max-length", "12")
     assert "4 read, 2 kept, 1 cut, 1 dropped, 0 refused" in capsys.readouterr().out
     assert [len(row) for row in read.rows] == [11, 12, 12]
     assert [line["outcome"] for line in report(tmp_path)] == ["kept", "kept", "cut", "dropped"]

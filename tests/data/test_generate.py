@@ -1,5 +1,6 @@
 """Answers equal plain decoding row by row, whatever the batch; stopped runs go on; messages."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -15,14 +17,19 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data import generate as generate_module
+from outrider.data.answers import Answer, Decoding, Request, prompt_ids, template_of
 from outrider.data.demo.conversations import demo_requests
-from outrider.data.generate import Decoding, Request, answers, generate, generate_files, prompt_ids
+from outrider.data.generate import generate, generate_files
+from outrider.data.local_answers import LocalAnswers, answers
+from outrider.data.manifest import count, manifest_path, tokenizer_hash
 from outrider.data.penalties import Prefix
-from outrider.data.prompts import read_requests
+from outrider.data.prompts import mix_temperatures, parse_temperatures, read_requests
 from outrider.data.rowfile import PartialRows
 from outrider.data.sampling import Sampling, Stream, draw, process, row_key, uniform
 from outrider.data.sources import records
 from outrider.data.target import Target
+from outrider.data.template import template_hash
 from outrider.scripts.generate_command import main
 
 EOS = [5, 9, 17]
@@ -155,8 +162,11 @@ def test_rows_are_written_in_the_order_asked(target, tmp_path, suffix):
     written = generate(target, requests(), out, Decoding(max_new_tokens=20, batch_size=3, seed=3))
     rows = list(records(str(out)))
     assert [row["id"] for row in rows] == [f"r{index}" for index in range(14)]
-    assert written == (14, sum(len(row["answer_ids"]) for row in rows), 14)
-    assert list(tmp_path.iterdir()) == [out]
+    assert written[:4] == (14, sum(len(row["answer_ids"]) for row in rows), 14, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        out.name,
+        f"{out.name}.manifest.json",
+    ]
     answer = answered(target, requests()[1:2], seed=3)["r1"]
     assert rows[1] == {
         "id": "r1",
@@ -176,7 +186,8 @@ def test_rows_are_written_in_the_order_asked(target, tmp_path, suffix):
 
 def test_several_files_are_one_run(target, tmp_path):
     files = {tmp_path / "a" / "1.jsonl": requests(3), tmp_path / "2.jsonl.xz": requests(8)[3:]}
-    written = generate_files(target, files, Decoding(max_new_tokens=20))
+    decoding = Decoding(max_new_tokens=20)
+    written = generate_files(target, files, LocalAnswers(target, decoding), decoding)
     rows = {path: list(records(str(path))) for path in files}
     assert [[row["id"] for row in several] for several in rows.values()] == [
         [request.id for request in several] for several in files.values()
@@ -200,7 +211,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    while not partial.exists() or partial.read_bytes().count(b"\n") < 4:
+    while not partial.exists() or partial.read_bytes().count(b"\n") < 5:
         assert run.poll() is None, run.stderr.read()
         time.sleep(0.02)
     run.send_signal(blow)
@@ -211,7 +222,7 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
     assert not out.exists()
     with partial.open("ab") as file:
         file.write(b'{"id": "r29", "prompt_i')
-    num_done = partial.read_bytes().count(b"\n") - 1
+    num_done = partial.read_bytes().count(b"\n") - 2  # settings and the run come first
     main([*common, "--out", str(out)])
     assert f"{num_done} rows taken over from a stopped run" in capsys.readouterr().out
     main([*common, "--out", str(whole)])
@@ -219,36 +230,122 @@ def test_a_stopped_run_goes_on_where_it_was(folder, tmp_path, capsys, blow):
     assert not partial.exists()
 
 
-def test_other_settings_or_prompts_are_refused(target, tmp_path, monkeypatch):
-    from outrider.data import generate as module
+class OneThenStop(LocalAnswers):
+    """Answers one prompt, then Ctrl-C."""
 
+    def answer(self, prompts, emit):
+        emit(next(answers(self.target, prompts, self.decoding)))
+        raise KeyboardInterrupt
+
+
+def test_a_begun_file_goes_on_with_the_same_settings_and_prompts_only(target, tmp_path):
     out, asked = tmp_path / "rows.jsonl", [r._replace(sampling=Sampling()) for r in requests(3)]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_with_progress", one_then_stop)
-        with pytest.raises(KeyboardInterrupt):
-            generate(target, asked, out, Decoding(max_new_tokens=20, batch_size=1))
     decoding = Decoding(max_new_tokens=20)
-    with pytest.raises(ValueError, match=r"was made with .*'max_new_tokens': 20.* this run has"):
+    with pytest.raises(KeyboardInterrupt):
+        generate_files(target, {out: asked}, OneThenStop(target, decoding), decoding)
+    with pytest.raises(
+        ValueError, match=r"begun with other settings \(max_new_tokens: 20, not 21\)"
+    ):
         generate(target, asked, out, Decoding(max_new_tokens=21))
-    with pytest.raises(ValueError, match=r"was made with .*'seed': 0.* use the same settings"):
+    with pytest.raises(
+        ValueError, match=r"seed: 0, not 1\); go on with those, start again with over"
+    ):
         generate(target, asked, out, Decoding(max_new_tokens=20, seed=1))
     warmer = [request._replace(sampling=SAMPLINGS[1]) for request in asked]
-    with pytest.raises(ValueError, match=r"was made with .*'temperature': 0\.0"):
+    with pytest.raises(ValueError, match=r"samplings: .*'temperature': 0\.0.*, not .*1\.0"):
         generate(target, warmer, out, decoding)
-    done = json.loads((tmp_path / "rows.jsonl.partial.jsonl").read_text().splitlines()[1])["id"]
-    changed = [
-        r._replace(messages=[{"role": "user", "content": "w8"}]) if r.id == done else r
-        for r in asked
-    ]
-    with pytest.raises(ValueError, match=f"answers another prompt under id '{done}'; delete it"):
+    changed = [asked[0]._replace(messages=[{"role": "user", "content": "w8"}]), *asked[1:]]
+    with pytest.raises(ValueError, match=r"prompts: '3 by hash \w+', not '3 by hash \w+'"):
         generate(target, changed, out, decoding)
     assert generate(target, asked, out, decoding).num_new_rows == 2
 
 
-def one_then_stop(found, num_rows, num_todo):
-    yield next(found)
-    raise KeyboardInterrupt
+def test_a_finished_file_is_left_alone_or_replaced_when_asked(target, tmp_path):
+    out, asked, decoding = tmp_path / "rows.jsonl", requests(5), Decoding(max_new_tokens=20)
+    first = generate(target, asked, out, decoding)
+    content, manifest = out.read_bytes(), json.loads(manifest_path(out).read_text())
+    again = generate(target, asked, out, decoding)
+    assert again == first._replace(num_new_rows=0, was_finished=True)
+    for other, message in [
+        ((asked, Decoding(max_new_tokens=21)), "max_new_tokens: 20, not 21"),
+        ((asked[:4], decoding), "prompts: '5 by hash"),
+    ]:
+        with pytest.raises(ValueError, match=f"{message}.*give overwrite to replace it, or name"):
+            generate(target, other[0], out, other[1])
+    assert out.read_bytes() == content
+    out.write_bytes(content[:-9])
+    with pytest.raises(ValueError, match="was changed after it was finished; give overwrite"):
+        generate(target, asked, out, decoding)
+    manifest_path(out).unlink()
+    with pytest.raises(ValueError, match=r"is there without rows.jsonl.manifest.json"):
+        generate(target, asked, out, decoding)
+    local = LocalAnswers(target, decoding)
+    generate_files(target, {out: asked}, local, decoding, overwrite=True)
+    assert out.read_bytes() == content
+    assert json.loads(manifest_path(out).read_text()) == manifest
+
+
+def test_overwrite_begins_a_partial_file_of_other_settings_anew(target, tmp_path):
+    out, asked, decoding = tmp_path / "rows.jsonl", requests(3), Decoding(max_new_tokens=20)
+    with pytest.raises(KeyboardInterrupt):
+        generate_files(target, {out: asked}, OneThenStop(target, decoding), decoding)
+    other = Decoding(max_new_tokens=9)
+    local = LocalAnswers(target, other)
+    written = generate_files(target, {out: asked}, local, other, overwrite=True)
+    assert written.num_new_rows == 3
+    assert json.loads(manifest_path(out).read_text())["settings"]["max_new_tokens"] == 9
+
+
+def test_the_manifest_says_what_a_file_was_made_with(target, tmp_path):
+    out, asked = tmp_path / "rows.jsonl", requests(5)
+    generate(target, asked, out, Decoding(max_new_tokens=20, seed=7))
+    found, rows = json.loads(manifest_path(out).read_text()), list(records(str(out)))
+    assert found["file"] == "rows.jsonl"
+    assert found["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert found["runs"] == [{"outrider": version("outrider")}]
+    settings = found["settings"]
+    assert settings["target"] == target.fingerprint()[:16]
+    assert settings["template"] == template_hash(target.tokenizer)
+    assert (settings["by"], settings["dtype"]) == ("process", "torch.float64")
+    assert (settings["seed"], settings["max_new_tokens"]) == (7, 20)
+    assert settings["samplings"] == [
+        {"rows": 2, "temperature": 0.0},
+        {"rows": 1, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"rows": 2, "temperature": 1.0},
+    ]
+    finish = [row["finish"] for row in rows]
+    assert found["counts"] == {
+        "rows": 5,
+        "answer_tokens": sum(len(row["answer_ids"]) for row in rows),
+        "finish": {name: finish.count(name) for name in sorted(set(finish))},
+        "temperature": {"0": 2, "0.7": 1, "1": 2},
+        "retokenised": 0,
+        "retokenised_to_other_ids": 0,
+        # The end token w5 is found inside w51: this tokenizer cannot read its own words back.
+        "text_gives_other_ids": sum("text_gives_other_ids" in row for row in rows),
+    }
+
+
+def test_the_tokenizer_hash_tells_vocabularies_apart_and_not_their_use(make_tokenizer):
+    plain, other = make_tokenizer(), make_tokenizer()
+    plain(["a", "a b c"], padding=True, truncation=True, max_length=5)
+    assert tokenizer_hash(plain) == tokenizer_hash(other)
+    other.add_tokens(["<|new|>"])
+    assert tokenizer_hash(plain) != tokenizer_hash(other)
+
+
+def test_a_row_says_when_its_text_gives_other_ids(make_target):
+    target = make_target()
+    asked = Request("r", [{"role": "user", "content": "Hello"}], Sampling(), {})
+    (ids,) = prompt_ids(target, [asked])
+    whole = target.tokenizer("the capital")["input_ids"]
+    bytes_ = [target.tokenizer.convert_tokens_to_ids(letter) for letter in "the"]
+    run = generate_module._Run(template_of(target, {}), Decoding(), {})
+    same = generate_module._row(Answer(asked, ids, whole, "length"), run)
+    other = generate_module._row(Answer(asked, ids, bytes_, "length"), run)
+    assert "text_gives_other_ids" not in same
+    assert other["text_gives_other_ids"] is True
+    assert count([same, other])["text_gives_other_ids"] == 1
 
 
 def test_two_runs_cannot_write_one_file(target, tmp_path):
@@ -298,9 +395,33 @@ def test_prompts_are_read_from_messages_or_text(tmp_path):
             read_requests(str(path), Sampling())
 
 
+def test_temperatures_are_mixed_by_seed_and_id_alone():
+    asked = [Request(f"r{n}", [], Sampling(top_p=0.9), {}) for n in range(3000)]
+    shares = parse_temperatures("0=2,0.7=1,1=1")
+    assert shares == {0.0: 0.5, 0.7: 0.25, 1.0: 0.25}
+    assert parse_temperatures("0,1") == {0.0: 0.5, 1.0: 0.5}
+    mixed = mix_temperatures(asked, shares, seed=3)
+    found = [request.sampling.temperature for request in mixed]
+    for temperature, share in shares.items():  # 5 standard deviations
+        assert (
+            abs(found.count(temperature) - 3000 * share) < 5 * (3000 * share * (1 - share)) ** 0.5
+        )
+    assert all(request.sampling.top_p == 0.9 for request in mixed)
+    assert mix_temperatures(asked[::-1], shares, seed=3) == mixed[::-1]
+    assert mix_temperatures(asked, shares, seed=4) != mixed
+    for bad in ("", "0,", "a", "0,0", "-1", "0=0", "0=x", "1=inf", "nan"):
+        with pytest.raises(ValueError, match="write each once, as 0,0"):
+            parse_temperatures(bad)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (["--prompts", "x", "--temperatures", "0,1", "--temperature", "1"], "give one of them"),
+        (["--prompts", "x", "--temperatures", "0,b"], "write each once"),
+        (["--prompts", "x", "--server", "localhost:8000"], "give an address such as"),
+        (["--prompts", "x", "--server", "http://me:secret@h/v1"], "OUTRIDER_API_KEY"),
+        (["--prompts", "x", "--concurrency", "0"], "concurrency is 0; give a positive number"),
         ([], "give --prompts FILE or --demo"),
         (["--demo", "--prompts", "x.jsonl"], "give --prompts FILE or --demo"),
         (["--demo", "--top-k", "3"], "--demo brings its own temperatures"),

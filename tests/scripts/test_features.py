@@ -1,4 +1,4 @@
-"""`outrider prepare`, `outrider target`: size first, a budget, and a store that training finds."""
+"""`outrider features`, `outrider target`: size first, a budget, and a store that training finds."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from outrider.data.rows import Reading, read_rows
 from outrider.data.states import TargetStates
 from outrider.data.store import FeatureStore
 from outrider.data.target import Target
-from outrider.scripts import prepare_command, target_command
+from outrider.scripts import features_command, target_command
 from outrider.train.assembly import features, lay_ground
 from outrider.train.kinds import EagleRun
 from outrider.train.recipe import parse
@@ -54,15 +54,15 @@ def arguments(folder, *more):
 
 
 def test_the_plan_prints_counts_and_size_and_writes_nothing(folder, tmp_path, capsys):
-    prepare_command.main(arguments(folder, "--out", str(tmp_path / "out"), "--plan"))
+    features_command.main(arguments(folder, "--out", str(tmp_path / "out"), "--plan"))
     printed = capsys.readouterr().out
     assert "20 read, 20 kept" in printed
     assert "features of layers (2, 4, 5) and the last state: 0.000 GB" in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_training_finds_what_was_prepared(folder, tmp_path, capsys, monkeypatch):
-    prepare_command.main(arguments(folder, "--out", str(tmp_path)))
+def test_training_finds_what_was_stored(folder, tmp_path, capsys, monkeypatch):
+    features_command.main(arguments(folder, "--out", str(tmp_path)))
     assert "20 rows in" in capsys.readouterr().out
     target = Target.load(str(folder / "model"))
     rows, _ = read_rows(str(folder / "rows.jsonl"), target, Reading(max_length=16))
@@ -82,7 +82,7 @@ def test_training_finds_what_was_prepared(folder, tmp_path, capsys, monkeypatch)
 
 
 def test_eagle_1_needs_the_last_state_only(folder, tmp_path, capsys):
-    prepare_command.main(arguments(folder, "--out", str(tmp_path), "--last-only"))
+    features_command.main(arguments(folder, "--out", str(tmp_path), "--last-only"))
     assert "layers (none)" in capsys.readouterr().out
 
 
@@ -95,7 +95,7 @@ def test_eagle_1_needs_the_last_state_only(folder, tmp_path, capsys):
 )
 def test_refusals(folder, tmp_path, more, message):
     with pytest.raises(ValueError, match=message):
-        prepare_command.main(arguments(folder, "--out", str(tmp_path), *more))
+        features_command.main(arguments(folder, "--out", str(tmp_path), *more))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_settings_that_contradict_each_other_end_with_status_2(
     folder, tmp_path, more, message, capsys
 ):
     with pytest.raises(SystemExit) as caught:
-        prepare_command.main(arguments(folder, "--out", str(tmp_path), *more))
+        features_command.main(arguments(folder, "--out", str(tmp_path), *more))
     assert caught.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("\u2502", "").split())
 
@@ -124,7 +124,7 @@ def test_packed_features_are_announced_by_size_and_found_by_training(
     folder, tmp_path, capsys, monkeypatch, form, most
 ):
     packed = ["--feature-dtype", form, "--draft-vocab", "20", "--top-k", "4"]
-    prepare_command.main(arguments(folder, "--out", str(tmp_path), *packed))
+    features_command.main(arguments(folder, "--out", str(tmp_path), *packed))
     printed = capsys.readouterr().out
     assert "features of layers (2, 4, 5) and laws of 4 tokens: 0.000 GB" in printed
     assert "bytes a token" in printed
@@ -146,7 +146,7 @@ def test_laws_over_a_vocabulary_file_and_rows_are_found_by_training(
     write_vocabulary(tmp_path / "ids.json", ids_W, target, {})
     packed = ["--feature-dtype", "int8", "--draft-vocab", str(tmp_path / "ids.json")]
     packed += ["--row-report", str(tmp_path / "report.jsonl")]
-    prepare_command.main(arguments(folder, "--out", str(tmp_path / "store"), *packed))
+    features_command.main(arguments(folder, "--out", str(tmp_path / "store"), *packed))
     assert len((tmp_path / "report.jsonl").read_text().splitlines()) == 20
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "rows").iterdir()}
     assert kept
@@ -167,14 +167,14 @@ def test_laws_over_a_vocabulary_file_and_rows_are_found_by_training(
 def test_a_store_in_a_cloud_keeps_its_rows_nowhere(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    prepare_command.main(arguments(folder, "--out", "memory://prepared"))
-    assert "20 rows in memory://prepared/" in capsys.readouterr().out
+    features_command.main(arguments(folder, "--out", "memory://stored"))
+    assert "20 rows in memory://stored/" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 def test_draft_vocab_without_laws_is_refused(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        prepare_command.main(arguments(folder, "--out", str(tmp_path), "--draft-vocab", "20"))
+        features_command.main(arguments(folder, "--out", str(tmp_path), "--draft-vocab", "20"))
     err = " ".join(capsys.readouterr().err.replace("\u2502", "").split())
     assert "draft_vocab is 20 with feature_dtype bfloat16, which keeps no laws" in err
 
@@ -201,7 +201,7 @@ def test_c18_what_changes_the_numbers_rebuilds_the_store_and_nothing_else_does(
         for name, value in (given | changes).items():
             words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
         computed.clear()
-        prepare_command.main(words)
+        features_command.main(words)
         return len(computed) == 20
 
     def edited(path, old, new):

@@ -1,4 +1,4 @@
-"""`outrider prepare`: compute and store the frozen target's features ahead of training."""
+"""`outrider features`: compute and store the frozen target's features ahead of training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from outrider.train.vocabulary import draft_vocabulary, read_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareSettings:
+class FeaturesSettings:
     """Which rows of which target to store, and where; training with the same ones finds them."""
 
     data: str
@@ -102,7 +102,7 @@ class PrepareSettings:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the counts and the size, then build the store as far as it is missing."""
-    settings = tyro.cli(PrepareSettings, args=argv, prog="outrider prepare")
+    settings = tyro.cli(FeaturesSettings, args=argv, prog="outrider features")
     reading = Reading(
         max_length=settings.max_length,
         policy=settings.on_long,
@@ -144,12 +144,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(store)} rows in {store.folder.name}")
 
 
-def rows_folder(settings: PrepareSettings) -> Path | None:
+def rows_folder(settings: FeaturesSettings) -> Path | None:
     """Where the rows are kept that were read: nowhere when only planning or storing in a cloud."""
     return None if settings.plan or "://" in settings.out else Path(settings.out) / "rows"
 
 
-def draft_ids(settings: PrepareSettings, target: Target, rows: Sequence[Row]) -> Tensor | None:
+def draft_ids(settings: FeaturesSettings, target: Target, rows: Sequence[Row]) -> Tensor | None:
     """The draft vocabulary that training over the same rows has; None for the whole one."""
     if settings.draft_vocab is None:
         return None
@@ -159,7 +159,7 @@ def draft_ids(settings: PrepareSettings, target: Target, rows: Sequence[Row]) ->
     return chosen[chosen < target.tokenizer_size]
 
 
-def summary(settings: PrepareSettings, rows: Sequence[Row], layout: Layout) -> str:
+def summary(settings: FeaturesSettings, rows: Sequence[Row], layout: Layout) -> str:
     """What is stored and how much of it, in one line."""
     size, tokens = store_bytes(rows, layout), sum(len(row) for row in rows)
     is_raw = settings.feature_dtype in RAW
