@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.base import States
+from outrider.heads.decoder import RecurrentHead
 from outrider.heads.eagle import EagleHead
 from outrider.heads.layers import Weights
 from outrider.heads.plan import RowPlan
@@ -55,7 +56,7 @@ def layer_rows(head: EagleHead, packs: Packs, num_steps: int) -> Iterator[tuple[
         watched = _Watched(head)
         feature_BTD = head.project(states.aux_BTF, None)
         outputs = unroll(
-            cast(EagleHead, watched), feature_BTD, states.ids_BT, states.position_BT, plan
+            cast(RecurrentHead, watched), feature_BTD, states.ids_BT, states.position_BT, plan
         )
         fused_MF = head.fused(states.aux_BTF, torch.float32).flatten(0, 1)
         ids_M, position_M = states.ids_BT.flatten(), states.position_BT.flatten()
