@@ -35,7 +35,7 @@ from outrider.scripts.compare_heads import run_notes
 
 RUNS = {
     "base": "",
-    "plain_start": "--no-induction",
+    "plain_start": "--no-fitted-start",
     "no_average": "--ema None",
     "no_dropout": "--feature-dropout 0",
     "tv": "--loss tv",

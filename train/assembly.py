@@ -180,7 +180,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     )
     refusals.check_batches(batches, accelerator.num_processes)
     if settings.head.starts_from_states and isinstance(ground.head, EagleHead):
-        started = start_from_states(ground.head, batches)
+        started = start_from_states(ground.head, start_batches(ground, batches), settings.num_steps)
         if accelerator.is_main_process:
             print(started)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
@@ -195,6 +195,14 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         data_claims=data_claims(ground),
         identity=identity(settings),
     )
+
+
+def start_batches(ground: Ground, batches: Batches) -> Batches:
+    """The same packs with last states, which a packed store leaves out: the target makes them."""
+    if not batches.batch(0, 0).last_BTH.shape[-1]:
+        source = OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
+        return Batches(source, size=batches.size, batch_size=1, seed=batches.seed)
+    return batches
 
 
 def ahead(batches: Batches, settings: Settings, device: torch.device) -> Source:

@@ -84,9 +84,10 @@ class EagleHeadSettings(HeadSettings):
     """eagle3 only: keep the output head's first rows, the target's own, instead of training them.
     Worth it on few rows, where a trained output head learns their wording by heart."""
 
-    induction: bool = True
-    """eagle3 only: start a new head with attention that finds the current token earlier in the text
-    and copies what followed; it accepts much more on text that repeats itself, at no cost."""
+    fitted_start: bool = True
+    """eagle3 only: start a new head by least squares on the target's states, with attention that
+    finds the current token earlier in the text and copies what followed: it drafts before the first
+    step, and accepts more after the last."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +105,7 @@ class EagleHeadSettings(HeadSettings):
     @property
     @override
     def starts_from_states(self) -> bool:
-        return self.head == "eagle3" and self.induction and self.init is None
+        return self.head == "eagle3" and self.fitted_start and self.init is None
 
     @override
     def geometry(self) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from outrider.data.layout import Layout
 from outrider.data.store import PASS_TOKENS, SHARD_TOKENS
 from outrider.data.target import Target
 from outrider.heads import DraftHead, HeadConfig
+from outrider.heads.config import DecoderConfig
+from outrider.heads.fitted import SAMPLE
 from outrider.heads.fused import CHUNK_ELEMENTS
 from outrider.train.joint_plan import JointNeeds
 from outrider.train.optim import inner_matrices, state_bytes
 from outrider.train.settings import Settings
-from outrider.train.start import sample_size
 
 PROCESS_BYTES = 420 * 2**20
 """What Python with torch and transformers holds before any model (Linux, CPU; 380 to 450 MiB)."""
@@ -71,14 +72,16 @@ def memory_of(
     dtype = torch.bfloat16 if settings.run.precision == "bf16" else torch.float32
     step = step_bytes(head.config, positions, settings.num_steps, dtype)
     step += max(0, joint.logits - chunk_bytes(head.config, positions, settings.num_steps))
-    starts = settings.head.starts_from_states
+    start = 0.0
+    if settings.head.starts_from_states and isinstance(head.config, DecoderConfig):
+        start = start_bytes(head.config, num_tokens, settings.data.max_length)
     return Memory(
         process=PROCESS_BYTES,
         target=target_bytes(target),
         state=state,
         activations=step + teacher_bytes(head, settings) + 2 * positions * kept + joint.activations,
         features=feature_memory(target, layout, num_tokens),
-        start=start_bytes(head.config, num_tokens, settings.data.max_length) if starts else 0.0,
+        start=start,
         heldout=heldout_bytes(head, target, kept) if settings.data.heldout is not None else 0.0,
     )
 
@@ -128,19 +131,19 @@ def feature_memory(target: Target, layout: Layout | None, num_tokens: int) -> fl
     return a_pass + 4 * shard * min(SHARD_TOKENS, num_tokens)
 
 
-def start_bytes(config: HeadConfig, num_tokens: int, max_length: int) -> float:
-    """What the induction start holds (heads/induction.py), most of it for each sampled position.
+def start_bytes(config: DecoderConfig, num_tokens: int, max_length: int) -> float:
+    """What the fitted start holds (heads/fitted.py).
 
-    The sample's states, twice; the fused ones in float32, whole and where they are counted; the
-    least squares in float64, twice, with what they are to give; embeddings, their codes and values;
-    and the output rows in float32, twice, with their Gram matrix.
+    The sample's states and those of a pack, in float32, in parts and joined; normal equations in
+    float64, four times while they are solved; the output rows in float64, twice.
     """
-    sample = min(sample_size(config.target_hidden_size) + max_length, num_tokens)
-    width, wide = config.target_hidden_size, config.hidden_size
-    fused = len(config.aux_layers) * width
-    a_position = 2 * 2 * fused + 2 * 4 * fused + 3 * 8 * width + 2 * 8 * wide + 5 * 4 * wide
-    rows = config.draft_vocab_size * wide * 4
-    return sample * a_position + 2 * rows + 3 * 8 * (width * width + wide * wide)
+    fused = len(config.aux_layers) * config.target_hidden_size
+    wide, inner = config.hidden_size, config.intermediate_size
+    attended = config.num_heads * config.head_dim
+    positions = 2 * min(SAMPLE, num_tokens) + 4 * max_length
+    regressors = max(fused + wide, attended + inner)
+    rows = 2 * 8 * config.draft_vocab_size * wide
+    return positions * 4 * (fused + 4 * wide) + 4 * 8 * regressors**2 + rows
 
 
 def heldout_bytes(head: DraftHead, target: Target, kept: int) -> float:
