@@ -35,7 +35,7 @@ from outrider.scripts.compare_heads import run_notes
 
 RUNS = {
     "base": "",
-    "plain_start": "--no-fitted-start",
+    "plain_start": "--start target",
     "no_average": "--ema None",
     "no_dropout": "--feature-dropout 0",
     "tv": "--loss tv",

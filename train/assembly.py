@@ -23,13 +23,16 @@ from outrider.data.template import template_hash
 from outrider.eval.link import tables
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, EagleHead
+from outrider.heads.fitted import Started
 from outrider.heads.formats import save_head
+from outrider.heads.induction import Induction
 from outrider.train import preflight, refusals
 from outrider.train.joint_task import JointTask
+from outrider.train.kinds import EagleHeadSettings
 from outrider.train.objectives import DraftTask, task_of
 from outrider.train.parts import Parts, Score, Source
 from outrider.train.settings import Settings, identity
-from outrider.train.start import make_head, settle, start_from_states
+from outrider.train.start import fit_to_states, make_head, settle, start_from_states
 from outrider.train.tuned_pair import TunedPair, texts_of
 from outrider.train.tuning import Tuning, tune
 from outrider.train.validate import heldout_trace, judge
@@ -180,7 +183,7 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
     )
     refusals.check_batches(batches, accelerator.num_processes)
     if settings.head.starts_from_states and isinstance(ground.head, EagleHead):
-        started = start_from_states(ground.head, start_batches(ground, batches), settings.num_steps)
+        started = begin(ground, ground.head, batches)
         if accelerator.is_main_process:
             print(started)
     dtype = DTYPES[run.precision] if run.precision == "bf16" else None
@@ -195,6 +198,14 @@ def build(settings: Settings, accelerator: Accelerator) -> Parts:
         data_claims=data_claims(ground),
         identity=identity(settings),
     )
+
+
+def begin(ground: Ground, head: EagleHead, batches: Batches) -> Induction | Started:
+    """Start a new head from the target's states, in the way asked for."""
+    choice = ground.settings.head
+    if isinstance(choice, EagleHeadSettings) and choice.start == "fitted":
+        return fit_to_states(head, start_batches(ground, batches), ground.settings.num_steps)
+    return start_from_states(head, batches)
 
 
 def start_batches(ground: Ground, batches: Batches) -> Batches:

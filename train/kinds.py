@@ -84,10 +84,11 @@ class EagleHeadSettings(HeadSettings):
     """eagle3 only: keep the output head's first rows, the target's own, instead of training them.
     Worth it on few rows, where a trained output head learns their wording by heart."""
 
-    fitted_start: bool = True
-    """eagle3 only: start a new head by least squares on the target's states, with attention that
-    finds the current token earlier in the text and copies what followed: it drafts before the first
-    step, and accepts more after the last."""
+    start: Literal["induction", "fitted", "target"] = "induction"
+    """eagle3 only: what a new head begins with. induction: attention that finds the current token
+    earlier in the text and copies what followed, at no cost. fitted: that, and least squares on the
+    target's states, so that it drafts before the first step; the better one for sampled text.
+    target: only the target's own rows and norm."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +106,7 @@ class EagleHeadSettings(HeadSettings):
     @property
     @override
     def starts_from_states(self) -> bool:
-        return self.head == "eagle3" and self.fitted_start and self.init is None
+        return self.head == "eagle3" and self.start != "target" and self.init is None
 
     @override
     def geometry(self) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from outrider.heads.config import DecoderConfig
 from outrider.heads.fitted import SAMPLE
 from outrider.heads.fused import CHUNK_ELEMENTS
 from outrider.train.joint_plan import JointNeeds
+from outrider.train.kinds import EagleHeadSettings
 from outrider.train.optim import inner_matrices, state_bytes
 from outrider.train.settings import Settings
+from outrider.train.start import sample_size
 
 PROCESS_BYTES = 420 * 2**20
 """What Python with torch and transformers holds before any model (Linux, CPU; 380 to 450 MiB)."""
@@ -72,9 +74,11 @@ def memory_of(
     dtype = torch.bfloat16 if settings.run.precision == "bf16" else torch.float32
     step = step_bytes(head.config, positions, settings.num_steps, dtype)
     step += max(0, joint.logits - chunk_bytes(head.config, positions, settings.num_steps))
-    start = 0.0
-    if settings.head.starts_from_states and isinstance(head.config, DecoderConfig):
-        start = start_bytes(head.config, num_tokens, settings.data.max_length)
+    start, choice = 0.0, settings.head
+    if choice.starts_from_states and isinstance(head.config, DecoderConfig):
+        is_fitted = isinstance(choice, EagleHeadSettings) and choice.start == "fitted"
+        needs = fitted_bytes if is_fitted else induction_bytes
+        start = needs(head.config, num_tokens, settings.data.max_length)
     return Memory(
         process=PROCESS_BYTES,
         target=target_bytes(target),
@@ -131,7 +135,22 @@ def feature_memory(target: Target, layout: Layout | None, num_tokens: int) -> fl
     return a_pass + 4 * shard * min(SHARD_TOKENS, num_tokens)
 
 
-def start_bytes(config: DecoderConfig, num_tokens: int, max_length: int) -> float:
+def induction_bytes(config: HeadConfig, num_tokens: int, max_length: int) -> float:
+    """What the induction start holds (heads/induction.py), most of it for each sampled position.
+
+    The sample's states, twice; the fused ones in float32, whole and where they are counted; the
+    least squares in float64, twice, with what they are to give; embeddings, their codes and values;
+    and the output rows in float32, twice, with their Gram matrix.
+    """
+    sample = min(sample_size(config.target_hidden_size) + max_length, num_tokens)
+    width, wide = config.target_hidden_size, config.hidden_size
+    fused = len(config.aux_layers) * width
+    a_position = 2 * 2 * fused + 2 * 4 * fused + 3 * 8 * width + 2 * 8 * wide + 5 * 4 * wide
+    rows = config.draft_vocab_size * wide * 4
+    return sample * a_position + 2 * rows + 3 * 8 * (width * width + wide * wide)
+
+
+def fitted_bytes(config: DecoderConfig, num_tokens: int, max_length: int) -> float:
     """What the fitted start holds (heads/fitted.py).
 
     The sample's states and those of a pack, in float32, in parts and joined; normal equations in

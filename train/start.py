@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.data.batches import Batches
+from outrider.data.batches import Batch, Batches
 from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.eval.link import norm_offset, tables
@@ -17,6 +17,7 @@ from outrider.heads.base import States
 from outrider.heads.fitted import Started, start_fitted
 from outrider.heads.formats import load_head
 from outrider.heads.formats.shipped import read_shipped, shipped_head
+from outrider.heads.induction import Induction, start_induction
 from outrider.heads.layer_rows import Pack
 from outrider.train import refusals
 from outrider.train.kinds import EagleHeadSettings
@@ -29,6 +30,10 @@ from outrider.train.vocabulary import (
     vocabulary_of,
 )
 
+START_ROWS = 32
+"""Positions of the sample that induction starts from, for each channel of the target's states."""
+MOST_START_ROWS = 1 << 15
+"""What the sample never exceeds: the states of a wide target would fill the device."""
 MOST_START_TOKENS = 1 << 16
 """Supervised tokens that a new head is fitted to at most."""
 START_STEPS = 3
@@ -90,7 +95,33 @@ def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any])
     return shipped_head(shipped, target.config, draft_ids_W, **sizes).attach(lent)
 
 
-def start_from_states(head: EagleHead, batches: Batches, num_steps: int) -> Started:
+def sample_size(width: int) -> int:
+    """Positions of the sample that a new head starts from, for a target of this hidden size."""
+    return min(START_ROWS * width, MOST_START_ROWS)
+
+
+def start_from_states(head: EagleHead, batches: Batches) -> Induction:
+    """Write induction heads from the first packs, the same whatever the batch size.
+
+    Positions that a packed store keeps no states of read as zeros: they leave the sample. Raises
+    ValueError for features that are not finite, by row.
+    """
+    single = Batches(batches.source, size=batches.size, batch_size=1, seed=batches.seed)
+    wanted = sample_size(head.config.target_hidden_size)
+    packs: list[Batch] = []
+    for index in range(single.epoch_length()):
+        pack = single.batch(0, index)
+        refusals.check_features(pack)
+        packs.append(replace(pack, document_BT=pack.document_BT * pack.kept_BT).to(head.device))
+        if sum(pack.num_tokens for pack in packs) >= wanted:
+            break
+    # The start does not read the last state.
+    parts = [States(x.aux_BTF, x.last_BTH[..., :0], x.ids_BT, x.position_BT) for x in packs]
+    whole = States(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return start_induction(head, whole, torch.cat([pack.document_BT for pack in packs]))
+
+
+def fit_to_states(head: EagleHead, batches: Batches, num_steps: int) -> Started:
     """Fit a new head to the target's states on the first packs, the same whatever the batch size.
 
     The source must give last states. Raises ValueError for features that are not finite, by row.
