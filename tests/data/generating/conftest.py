@@ -33,6 +33,7 @@ class SmallServer(ThreadingHTTPServer):
     """Answers with a target; `faults` says what goes wrong, by the number of the request."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, target, name, port=0):
         super().__init__(("127.0.0.1", port), Handler)
