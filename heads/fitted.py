@@ -22,6 +22,7 @@ from outrider.heads.layer_rows import Packs, Rows, layer_rows
 from outrider.heads.layers import Layer, rms_norm
 from outrider.heads.least_squares import NormalEquations, Room, make_room
 from outrider.heads.lookup import (
+    LEAST_FIT,
     TokenCodes,
     code_channels,
     still_channels,
@@ -39,8 +40,6 @@ GATE_SIZE = 1.5
 """Standard deviation of the MLP's gates before the fit: enough to bend."""
 CODE_SIZE = 0.5
 """Size of a token code, as a share of the content's."""
-LEAST_FIT = 0.2
-"""R2 of the token code by the first fused layer, below which nothing is looked up."""
 REFITS = 3
 STEP = 0.5
 """Share of a refit that is taken: outputs are the next step's inputs, so a whole one swings."""

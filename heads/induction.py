@@ -22,16 +22,13 @@ from torch import Tensor
 from outrider.heads.base import States
 from outrider.heads.eagle import EagleHead
 from outrider.heads.layers import rms_norm
-from outrider.heads.lookup import LEAST_CHANNELS, still_channels
+from outrider.heads.lookup import LEAST_CHANNELS, LEAST_FIT, MATCH_SCORE, roles, still_channels
 from outrider.heads.rope import rotary
 
-MATCH_SCORE = 4.0
-"""Attention score of a row whose token is the query's, read without error; others are near zero."""
 COPY_SHARE = 0.9
 """Size of what is copied into the residual, as a share of the features' own."""
 LARGEST_CODES = 1 / 6
 """Share of the features' channels that may hold token codes."""
-LEAST_FIT = 0.2
 RIDGE = 1e-2
 
 
@@ -84,9 +81,7 @@ def start_induction(head: EagleHead, states: States, document_BT: Tensor) -> Ind
     kept_N = position_N > 0
     if int(kept_N.sum()) < 2 * LEAST_CHANNELS:
         return declined("the sample has too few positions")
-    heads = copying_heads(
-        config.num_heads, config.num_kv_heads, config.hidden_size, config.head_dim
-    )
+    heads = roles(config).kv_heads
     distance = min(int(position_N.max()), config.window(0) or sys.maxsize)
     channels = still_channels(rotary(config.rope, config.head_dim), config.head_dim, distance)
     room = int(config.hidden_size * LARGEST_CODES) // len(heads)
@@ -118,16 +113,6 @@ def start_induction(head: EagleHead, states: States, document_BT: Tensor) -> Ind
 def declined(reason: str, fit: float = 0.0) -> Induction:
     """What is returned where the head is left as it is."""
     return Induction(0, 0, fit, reason)
-
-
-def copying_heads(num_heads: int, num_kv_heads: int, width: int, head_dim: int) -> list[int]:
-    """Key-value heads that copy, by their first query head; at least half of all query heads stay.
-
-    Their values together hold no more directions than an embedding has.
-    """
-    step = 2 if num_heads == num_kv_heads and num_kv_heads > 1 else 1
-    most = max(1, width // head_dim)
-    return list(range(0, num_kv_heads, step))[:most]
 
 
 def token_codes(embed_ND: Tensor, state_NH: Tensor, num_heads: int, size: int) -> Codes:

@@ -33,6 +33,8 @@ LARGEST_TURN = 0.5
 LARGEST_CODE = 1 / 16
 """Share of the stream's channels that a token code may take."""
 LEAST_CHANNELS = 8
+LEAST_FIT = 0.2
+"""R2 of the token code by the first fused layer, below which nothing is looked up."""
 LEAST_SPREAD = 1e-3
 """Share of the largest variance below which a direction of embeddings does not grow any more."""
 READ_RIDGE = 1e-2

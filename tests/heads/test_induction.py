@@ -7,7 +7,8 @@ from torch import Tensor
 from outrider.heads import EagleHead, Tables
 from outrider.heads.base import States
 from outrider.heads.eagle import EagleConfig
-from outrider.heads.induction import copying_heads, ridge, start_induction
+from outrider.heads.induction import ridge, start_induction
+from outrider.heads.lookup import roles
 from outrider.heads.rope import cos_sin, rotary, rotate
 
 VOCAB, WIDTH, PERIOD = 200, 128, 24
@@ -176,7 +177,9 @@ def test_a_window_bounds_the_distance_that_codes_must_stand() -> None:
     [((9, 3, 576, 64), [0, 1, 2]), ((4, 4, 64, 16), [0, 2]), ((1, 1, 8, 8), [0])],
 )
 def test_some_query_heads_stay(sizes: tuple[int, int, int, int], heads: list[int]):
-    assert copying_heads(*sizes) == heads
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    config = EagleConfig.from_target({**TARGET, **dict(zip(names, sizes, strict=True))})
+    assert roles(config).kv_heads == heads
 
 
 def test_ridge_is_least_squares():
