@@ -16,7 +16,7 @@ from outrider.data.options import parse_options
 from outrider.data.rows import Reading, Row, read_rows
 from outrider.data.store import FeatureStore, store_bytes
 from outrider.data.target import Target
-from outrider.train.vocabulary import draft_vocabulary, read_vocabulary
+from outrider.train.vocabulary import draft_vocabulary, likely_vocabulary, read_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,9 @@ class FeaturesSettings:
     """int8, fp8, int4: keep laws over the draft vocabulary of this size that training will choose,
     or of this file by outrider vocab; over all of the target's tokens (training's --teacher-over
     target) when left out."""
+
+    draft_vocab_by: Literal["frequency", "mass"] = "frequency"
+    """How training will choose it: by supervised frequency, or by the target's probability."""
 
     hidden_states: str | None = None
     """Folder of hidden states that vLLM extracted, or speculators' hs_*.safetensors: these are
@@ -155,7 +158,12 @@ def draft_ids(settings: FeaturesSettings, target: Target, rows: Sequence[Row]) -
         return None
     if isinstance(settings.draft_vocab, str):
         return read_vocabulary(settings.draft_vocab, target)
-    chosen = draft_vocabulary(target, rows, settings.draft_vocab).draft_ids_W
+    size, kept = settings.draft_vocab, rows_folder(settings)
+    if settings.draft_vocab_by == "mass" and not settings.plan:
+        folder = kept.parent / "vocabularies" if kept is not None else None
+        chosen = likely_vocabulary(target, rows, size, folder).draft_ids_W
+    else:
+        chosen = draft_vocabulary(target, rows, size).draft_ids_W
     return chosen[chosen < target.tokenizer_size]
 
 

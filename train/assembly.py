@@ -110,7 +110,8 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     rows, counts = read_rows(data.data, target, reading_of(settings))
     if data.row_report is not None:
         counts.write(Path(data.row_report))
-    vocabulary, head = make_head(settings, target, rows)
+    folder = None if settings.run.plan else local_folder(settings) / "vocabularies"
+    vocabulary, head = make_head(settings, target, rows, folder)
     settle(head, settings.head)
     preflight.refuse_unfit(head, vocabulary, target, rows)
     joint = settings.tuning
@@ -167,7 +168,11 @@ def layout(ground: Ground) -> Layout:
 def build(settings: Settings, accelerator: Accelerator) -> Parts:
     """Everything a run needs, checked; the main process computes features before the others."""
     run = settings.run
-    ground = lay_ground(settings, accelerator.device)
+    if settings.head.draft_vocab_by == "mass":
+        with one_first(accelerator):  # the others find the vocabulary that it kept
+            ground = lay_ground(settings, accelerator.device)
+    else:
+        ground = lay_ground(settings, accelerator.device)
     if accelerator.is_main_process:
         print(ground.counts)
         for line in preflight.notes(ground.vocabulary, settings, ground.head.config, ground.target):
@@ -276,7 +281,9 @@ def data_claims(ground: Ground) -> dict[str, str]:
     for row in ground.rows:
         digest.update(row.row_id.encode() + row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
     claims = {"rows": digest.hexdigest()[:16], "target_weights": ground.target.fingerprint()[:16]}
-    if isinstance(ground.settings.head.draft_vocab, str):  # its name says nothing of its content
+    choice = ground.settings.head
+    if isinstance(choice.draft_vocab, str) or choice.draft_vocab_by == "mass":
+        # A file's name says nothing of its content, and machines may round a law differently.
         claims["draft_vocab"] = ids_hash(ground.head.draft_ids_W)
     return claims
 

@@ -130,8 +130,12 @@ class HeadSettings:
     """Kind of head."""
 
     draft_vocab: int | str | None = None
-    """Size of the draft vocabulary, whose tokens are then the most frequent supervised ones, or a
-    file written by outrider vocab; all of the target's tokens when left out."""
+    """Size of the draft vocabulary, whose tokens are then chosen by draft_vocab_by, or a file
+    written by outrider vocab; all of the target's tokens when left out."""
+
+    draft_vocab_by: Literal["frequency", "mass"] = "frequency"
+    """How a draft vocabulary of a given size is chosen: the most frequent supervised tokens, or
+    those that hold most of the target's probability there, for which it reads some of the rows."""
 
     max_positions: int | None = None
     """Position limit written into the exported config; the target's by default."""

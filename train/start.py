@@ -25,6 +25,7 @@ from outrider.train.settings import SHIPPED, HeadSettings, Settings
 from outrider.train.vocabulary import (
     Vocabulary,
     draft_vocabulary,
+    likely_vocabulary,
     read_vocabulary,
     supervised,
     vocabulary_of,
@@ -41,9 +42,13 @@ START_STEPS = 3
 
 
 def make_head(
-    settings: Settings, target: Target, rows: Sequence[Row]
+    settings: Settings, target: Target, rows: Sequence[Row], folder: Path | None = None
 ) -> tuple[Vocabulary | None, DraftHead]:
-    """A fresh head, or the one to start from, with its draft vocabulary."""
+    """A fresh head, or the one to start from, with its draft vocabulary.
+
+    A vocabulary by mass is kept in `folder`; without one, where nothing is trained, frequency
+    stands in for it and the target does not run.
+    """
     choice, given_W = settings.head, None
     if isinstance(choice.draft_vocab, str):
         given_W = read_vocabulary(choice.draft_vocab, target)
@@ -56,7 +61,7 @@ def make_head(
         refusals.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
-    vocabulary = fresh_vocabulary(choice, given_W, target, rows)
+    vocabulary = fresh_vocabulary(choice, given_W, target, rows, folder)
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
     if choice.init == SHIPPED:
         ids_W = vocabulary.draft_ids_W if vocabulary else None
@@ -73,13 +78,19 @@ def make_head(
 
 
 def fresh_vocabulary(
-    choice: HeadSettings, given_W: Tensor | None, target: Target, rows: Sequence[Row]
+    choice: HeadSettings,
+    given_W: Tensor | None,
+    target: Target,
+    rows: Sequence[Row],
+    folder: Path | None = None,
 ) -> Vocabulary | None:
     """The draft vocabulary given or chosen from the rows; None when it is the target's whole."""
     if not isinstance(choice.draft_vocab, int) or choice.draft_vocab == target.vocab_size:
         return None
     if given_W is not None:
         return vocabulary_of(given_W, supervised(rows), target.vocab_size)
+    if choice.draft_vocab_by == "mass" and folder is not None:
+        return likely_vocabulary(target, rows, choice.draft_vocab, folder)
     return draft_vocabulary(target, rows, choice.draft_vocab)
 
 

@@ -18,10 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.data.files import write_whole
 from outrider.data.rows import FIRST_LABEL, Row
+from outrider.data.states import OnlineFeatures
 from outrider.data.target import Target
+from outrider.eval.ceiling import law_sums
 from outrider.heads.vocab import choose, coverage
 
 FILE_VERSION = 1
+MOST_MASS_TOKENS = 1 << 16
+"""Tokens that the target reads at most to tell which tokens it gives most probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class Vocabulary:
 
 
 def draft_vocabulary(target: Target, rows: Sequence[Row], size: int) -> Vocabulary:
-    """The draft vocabulary of this size that a run over these rows chooses."""
+    """The draft vocabulary of this size: the rows' most frequent supervised tokens."""
     return choose_vocabulary(
         supervised(rows),
         size,
@@ -45,6 +49,41 @@ def draft_vocabulary(target: Target, rows: Sequence[Row], size: int) -> Vocabula
         tokenizer_size=target.tokenizer_size,
         always=safe_ids(target.tokenizer, target.eos_ids),
     )
+
+
+def likely_vocabulary(
+    target: Target, rows: Sequence[Row], size: int, folder: Path | None = None
+) -> Vocabulary:
+    """The draft vocabulary of this size that holds most of the target's probability.
+
+    The target reads rows evenly spaced over all, MOST_MASS_TOKENS tokens of them: its law knows
+    tokens that few rows happen to hold. What was found is kept in `folder` and read again.
+    """
+    always = safe_ids(target.tokenizer, target.eos_ids)
+    check_size(size, target.tokenizer_size)
+    chosen = rows[:: -(-sum(len(row) for row in rows) // MOST_MASS_TOKENS) or 1]
+    digest = hashlib.sha256(f"{target.fingerprint()} {size}".encode())
+    for row in chosen:
+        digest.update(row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
+    kept = folder / f"mass-{digest.hexdigest()[:16]}.json" if folder is not None else None
+    if kept is not None and kept.exists():
+        return vocabulary_of(read_vocabulary(kept, target), supervised(rows), target.vocab_size)
+    source = OnlineFeatures(target, chosen, layers=())
+    scores_V = law_sums(target, source, 1.0, title="draft vocabulary")
+    ids_W = choose(scores_V, size, always, target.tokenizer_size)
+    if kept is not None:
+        about = {"by": "mass", "temperature": 1.0, "rows": len(chosen)}
+        write_vocabulary(kept, ids_W, target, about)
+    return vocabulary_of(ids_W, supervised(rows), target.vocab_size)
+
+
+def check_size(size: int, tokenizer_size: int) -> None:
+    """ValueError for a size that the target's tokenizer cannot fill."""
+    if not 0 < size <= tokenizer_size:
+        raise ValueError(
+            f"draft_vocab is {size}; the target's tokenizer has {tokenizer_size} tokens: give at "
+            "most that many, or leave it out for the full vocabulary"
+        )
 
 
 def supervised(rows: Iterable[Row]) -> Iterator[Tensor]:
@@ -62,11 +101,7 @@ def choose_vocabulary(
 ) -> Vocabulary:
     """The most frequent of the supervised tokens `labels`, with `always` in."""
     counts_V = count(labels, vocab_size)
-    if not 0 < size <= tokenizer_size:
-        raise ValueError(
-            f"draft_vocab is {size}; the target's tokenizer has {tokenizer_size} tokens: give at "
-            "most that many, or leave it out for the full vocabulary"
-        )
+    check_size(size, tokenizer_size)
     return _covering(choose(counts_V, size, always, tokenizer_size), counts_V)
 
 

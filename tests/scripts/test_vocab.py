@@ -8,9 +8,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.rows import Reading, read_rows
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
-from outrider.scripts import vocab_command
+from outrider.scripts import features_command, vocab_command
+from outrider.train import vocabulary
 from outrider.train.medusa import main as train
 from outrider.train.vocabulary import read_vocabulary
 
@@ -131,6 +133,59 @@ def test_training_takes_a_file_and_by_frequency_it_is_the_number(made, folder, t
     assert torch.equal(heads["frequency-16"], heads[16])
     assert torch.equal(heads["mass-16"], read_vocabulary(made / "mass-16.json", target))
     assert not torch.equal(heads["mass-16"], heads[16])
+
+
+def test_training_chooses_by_mass_itself_and_keeps_what_it_chose(
+    made, folder, tmp_path, monkeypatch
+):
+    target, words = Target.load(str(folder / "model")), ("--draft-vocab-by", "mass")
+    train(train_words(folder, tmp_path / "one", 16, *words))
+    heads = [judged_head(tmp_path / "one" / "last", target).draft_ids_W]
+    assert torch.equal(heads[0], read_vocabulary(made / "mass-16.json", target))
+    monkeypatch.setattr(vocabulary, "law_sums", None)  # the second run reads what the first kept
+    train(train_words(folder, tmp_path / "two", 16, *words))
+    assert torch.equal(judged_head(tmp_path / "two" / "last", target).draft_ids_W, heads[0])
+
+
+def test_the_mass_is_of_rows_evenly_spaced(folder, tmp_path, monkeypatch):
+    """Against the plain sum of transformers' own laws over every third row, in float64."""
+    monkeypatch.setattr(vocabulary, "MOST_MASS_TOKENS", 100)  # of 24 rows of 12
+    target = Target.load(str(folder / "model"))
+    rows, _ = read_rows(str(folder / "rows.jsonl"), target, Reading(max_length=24))
+    model = LlamaForCausalLM.from_pretrained(folder / "model").double()
+    mass_V = torch.zeros(64, dtype=torch.float64)
+    for row in rows[::3]:
+        laws_TV = model(row.ids[None]).logits[0].detach().softmax(-1)
+        mass_V += sum(laws_TV[place - 1] for place in range(2, 12) if row.mask[place])
+    best = [token for token in mass_V.argsort(descending=True).tolist() if token < 60]
+    wanted = sorted(SAFE | set([token for token in best if token not in SAFE][: 16 - len(SAFE)]))
+    found = vocabulary.likely_vocabulary(target, rows, 16, tmp_path)
+    assert found.draft_ids_W.tolist() == wanted
+    assert len(list(tmp_path.iterdir())) == 1
+    vocabulary.likely_vocabulary(target, rows[1:], 16, tmp_path)
+    vocabulary.likely_vocabulary(target, rows, 17, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3  # other rows, another size: other files
+
+
+def test_stored_laws_are_over_the_vocabulary_that_training_chooses(folder, tmp_path):
+    more = ("--feature-dtype", "int8", "--draft-vocab-by", "mass")
+    given = {"target": folder / "model", "data": folder / "rows.jsonl", "out": tmp_path / "store"}
+    words = [word for name in given for word in (f"--{name}", str(given[name]))]
+    features_command.main(
+        [*words, "--max-length", "24", "--last-only", "--draft-vocab", "16", *more]
+    )
+    stores = {path.name for path in (tmp_path / "store").glob("*/*.safetensors")}
+    before = sorted(path for path in (tmp_path / "store").iterdir() if path.is_dir())
+    train(train_words(folder, tmp_path / "run", 16, *more, "--store", str(tmp_path / "store")))
+    after = sorted(path for path in (tmp_path / "store").iterdir() if path.is_dir())
+    assert stores
+    assert after == before
+
+
+def test_a_size_that_the_tokenizer_cannot_fill_is_refused(folder):
+    target = Target.load(str(folder / "model"))
+    with pytest.raises(ValueError, match="draft_vocab is 61; the target's tokenizer has 60"):
+        vocabulary.likely_vocabulary(target, [], 61)
 
 
 def test_a_run_does_not_go_on_with_another_vocabulary(made, folder, tmp_path, capsys):
