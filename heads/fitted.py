@@ -55,7 +55,7 @@ class Started(NamedTuple):
     num_channels: int
     """Channels of a token code by which earlier text is looked up; 0 where it is not."""
     fit: float
-    """Share of the code's variance (R2) that the first fused layer's states explain."""
+    """Share of the code's variance (R2) that the fused states explain."""
     explained: tuple[float, ...]
     """By draft step, the share of the target states' variance that the fitted head explains."""
     reason: str = ""
@@ -151,8 +151,7 @@ class _Start:
         window = config.window(0)
         count = code_channels(config, turning, longest, window)
         embed_ND = self._embed(sample.ids_N)
-        state_NH = sample.fused_NF[:, : config.target_hidden_size]
-        codes = token_codes(embed_ND, state_NH, count)
+        codes = token_codes(embed_ND, sample.fused_NF, count)
         if not count:
             return (
                 codes,
@@ -161,7 +160,7 @@ class _Start:
             )
         if codes.fit < LEAST_FIT:
             why = (
-                f"the first fused layer tells its own token badly (R2 {codes.fit:.2f}, at least "
+                f"the fused layers tell their own token badly (R2 {codes.fit:.2f}, at least "
                 f"{LEAST_FIT}); fuse an earlier layer (--aux-layers)"
             )
             return codes, [], why
@@ -181,8 +180,7 @@ class _Start:
             rows_WD = head.output_weights()[0].float() * head.norm.weight.float()
             room = make_room(equations.predicted_energy(solution_XD), rows_WD, count)
             fc_DF = room.keep_DD @ fc_DF
-            written_DH = room.write_DC @ codes.read_HC.T
-            fc_DF[:, : written_DH.shape[1]] += CODE_SIZE * self.size * written_DH
+            fc_DF += CODE_SIZE * self.size * room.write_DC @ codes.read_FC.T
         head.fc.weight.copy_(fc_DF)
         return room
 

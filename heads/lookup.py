@@ -2,13 +2,14 @@
 
 Text repeats itself, and much of what a draft can be sure of is what came after the same token
 before (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv 2209.11895). Row s of
-an EAGLE head holds both halves of such a look-up: the target's early state at s tells x_s, and the
-embedding beside it is x_{s+1}. Copying heads compare a query made from the embedding of x_{t+1}
-with keys made from the states, by channels that turn slowly with the distance. Own-token heads use
-the other channels to compare embeddings with embeddings, so that a row finds its own token, which
-nothing else carries into the residual. The values of both are leading directions of embeddings.
+an EAGLE head holds both halves of such a look-up: the target's states at s tell x_s (the earlier
+the layer, the better), and the embedding beside them is x_{s+1}. Copying heads compare a query made
+from the embedding of x_{t+1} with keys made from the states, by channels that turn slowly with the
+distance. Own-token heads use the other channels to compare embeddings with embeddings, so that a
+row finds its own token, which nothing else carries into the residual. The values of both are
+leading directions of embeddings.
 
-Letters: N sample rows, H target hidden size, D draft hidden size, C channels of a token code,
+Letters: N sample rows, F fused feature inputs, D draft hidden size, C channels of a token code,
 R the other channels, G key-value heads that copy, E head size, X value directions.
 """
 
@@ -34,7 +35,7 @@ LARGEST_CODE = 1 / 16
 """Share of the stream's channels that a token code may take."""
 LEAST_CHANNELS = 8
 LEAST_FIT = 0.2
-"""R2 of the token code by the first fused layer, below which nothing is looked up."""
+"""R2 of the token code by the fused layers, below which nothing is looked up."""
 LEAST_SPREAD = 1e-3
 """Share of the largest variance below which a direction of embeddings does not grow any more."""
 READ_RIDGE = 1e-2
@@ -58,8 +59,8 @@ class TokenCodes(NamedTuple):
     directions_DX: Tensor
     """Orthonormal, of falling variance, free of the embeddings' mean."""
     variance_X: Tensor
-    read_HC: Tensor
-    """From the first fused layer's states to the code; nothing on average."""
+    read_FC: Tensor
+    """From the fused states to the code; nothing on average."""
     fit: float
     """Share of the code's variance (R2) that it explains."""
 
@@ -106,7 +107,7 @@ def code_channels(config: DecoderConfig, turning: Rotary, longest: int, window: 
     return count if count >= LEAST_CHANNELS else 0
 
 
-def token_codes(embed_ND: Tensor, state_NH: Tensor, count: int) -> TokenCodes:
+def token_codes(embed_ND: Tensor, fused_NF: Tensor, count: int) -> TokenCodes:
     """Directions of the embeddings and a least-squares reading of the first `count` from states.
 
     The embeddings' mean is projected out, so that a query does not favour a token by itself.
@@ -116,22 +117,22 @@ def token_codes(embed_ND: Tensor, state_NH: Tensor, count: int) -> TokenCodes:
     centred_ND = embed_ND - mean_D
     centred_ND = centred_ND - (centred_ND @ away_D)[:, None] * away_D
     variance_X, directions_DX = torch.linalg.eigh(centred_ND.T @ centred_ND / len(centred_ND))
-    found = TokenCodes(directions_DX.flip(1), variance_X.flip(0), state_NH.new_zeros(0, 0), 0.0)
+    found = TokenCodes(directions_DX.flip(1), variance_X.flip(0), fused_NF.new_zeros(0, 0), 0.0)
     if not count:
         return found
     wanted_NC = centred_ND @ found.code(0, count)
     equations = NormalEquations()
-    equations.add(state_NH - state_NH.mean(0), wanted_NC)
-    read_HC = equations.solve(READ_RIDGE)
-    error = (wanted_NC - (state_NH - state_NH.mean(0)) @ read_HC).pow(2).mean()
+    equations.add(fused_NF - fused_NF.mean(0), wanted_NC)
+    read_FC = equations.solve(READ_RIDGE)
+    error = (wanted_NC - (fused_NF - fused_NF.mean(0)) @ read_FC).pow(2).mean()
     fit = 1 - float(error / wanted_NC.pow(2).mean())
     # There is no bias to take the mean away: bend the reading along the least that does.
     constant = NormalEquations()
-    constant.add(state_NH, state_NH.new_ones(len(state_NH), 1))
-    one_H = constant.solve(READ_RIDGE**2)[:, 0]
-    offset_C = state_NH.mean(0) @ read_HC
-    one_H = one_H / (state_NH.mean(0) @ one_H)
-    return found._replace(read_HC=read_HC - one_H[:, None] * offset_C, fit=fit)
+    constant.add(fused_NF, fused_NF.new_ones(len(fused_NF), 1))
+    one_F = constant.solve(READ_RIDGE**2)[:, 0]
+    offset_C = fused_NF.mean(0) @ read_FC
+    one_F = one_F / (fused_NF.mean(0) @ one_F)
+    return found._replace(read_FC=read_FC - one_F[:, None] * offset_C, fit=fit)
 
 
 def write_own_token(

@@ -103,6 +103,18 @@ def test_an_untrained_head_copies():
     assert hit_rate(head, text) > 0.5
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+def test_whichever_fused_layer_tells_the_token_is_read(layer: int):
+    text = repeated_text()
+    parts = list(text.aux_BTF.split(WIDTH, dim=-1))
+    parts[0], parts[layer] = parts[layer], parts[0]
+    moved = text._replace(aux_BTF=torch.cat(parts, dim=-1))
+    head = fresh_head()
+    found = started(head, moved)
+    assert found.fit > 0.5
+    assert hit_rate(head, moved) > 0.5
+
+
 def test_states_that_tokens_decide_are_explained_and_no_other_ones():
     """The state at s is a sum over x_s and x_{s-1}: row t knows both of those at t+1.
 
