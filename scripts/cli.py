@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("trace_command", "record the target's own text and features for scoring"),
     "tree": ("tree_command", "fit a static draft tree to a head on a trace"),
     "eval": ("eval_command", "exact acceptance of heads on a trace, without decoding"),
+    "policies": ("policies_command", "draft-length policies, replayed exactly on a trace"),
     "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
     "lossy": ("lossy_command", "the bias of inexact acceptance rules, kept apart"),
