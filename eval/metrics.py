@@ -148,9 +148,9 @@ class Counts:
     @property
     def conditional(self) -> tuple[float, ...]:
         """Share of the rounds that kept i - 1 drafts which kept the i-th too."""
-        before = (self.rounds, *self.kept_at[:-1])
+        before = (self.rounds, *self.kept_at)  # the last has no successor
         return tuple(
-            now / then if then else 0.0 for now, then in zip(self.kept_at, before, strict=True)
+            now / then if then else 0.0 for now, then in zip(self.kept_at, before, strict=False)
         )
 
 

@@ -20,6 +20,7 @@ from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
 from outrider.eval.metrics import count
+from outrider.eval.names import Run, names_table, reconcile
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.plans import ChainPlan, LookupPlan, is_drawn, plan_named
 
@@ -64,6 +65,9 @@ class Settings:
     threads: int | None = None
     """CPU threads; torch's default when left out."""
 
+    names: bool = False
+    """Print the run in the terms of other tools as well; see outrider names."""
+
     decoding: Decoding = field(default_factory=Decoding)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
+        if self.names and not isinstance(plan_named(self.draft), ChainPlan | LookupPlan):
+            raise ValueError(
+                f"names of other tools are for one chain a round, and draft is {self.draft!r}; "
+                "give a chain or a lookup, or leave --names out"
+            )
         plan_named(self.draft)
         parse_options(self.template_options or ())
 
@@ -125,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"    {found[-1].text()}")
     if len(pairs) > 1:
         print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
+    if settings.names:
+        runs = [pair.drafted for pair in pairs]
+        print(names_table(reconcile([Run(one.rounds, one.finish) for one in runs])))
     if found and dtype == torch.float32:
         sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
     if any(one.kind == "defect" for one in found):

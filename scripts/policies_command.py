@@ -14,8 +14,9 @@ from outrider.eval.offline.batching import check_match, check_rule
 from outrider.eval.offline.evaluate import describe, sampling_text
 from outrider.eval.offline.traces import Trace
 from outrider.eval.policies.figures import Costs, compare, play, policy_figures, policy_table
+from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
-from outrider.eval.policies.policy import Policy, policy_named
+from outrider.eval.policies.policy import Policy
 from outrider.eval.report.provenance import file_hashes, provenance
 from outrider.heads import DraftHead
 from outrider.scripts.eval_command import demo_trace, load_heads, short_names

@@ -103,6 +103,16 @@ def test_sampled_text_is_compared_where_the_rule_keeps_it(files, capsys, draft, 
     assert "plain" in out
 
 
+def test_a_run_is_told_in_the_terms_of_other_tools(files, capsys):
+    head = ["--head", str(files / "head"), "--draft", "chain:3"]
+    said = run(files, capsys, "--prompt", "w4 w5", *head, "--names")
+    calls, tau = re.search(r"(\d+) target calls, ([\d.]+) a call", said).groups()
+    assert int(calls) > 1
+    (ours,) = re.findall(r"^Outrider +tau +([\d.]+)", said, re.MULTILINE)
+    assert float(ours) == pytest.approx(float(tau), abs=0.005)
+    assert re.search(r"^vLLM +Mean acceptance length +[\d.]+ +1 \+ A / R_d", said, re.MULTILINE)
+
+
 def test_plain_decoding_can_be_skipped(files, capsys):
     out = run(files, capsys, "--prompt", "w5", "--head", str(files / "head"), "--skip-plain")
     assert "plain" not in out
@@ -139,6 +149,7 @@ def test_accepted_drafts_are_green_on_a_terminal(files, capsys):
         ([], "give either --prompt or --data, and not both"),
         (["--prompt", "w5", "--data", "rows.jsonl"], "give either --prompt or --data"),
         (["--prompt", "w5", "--limit", "0"], "limit is 0; give 1 or more"),
+        (["--prompt", "w5", "--draft", "tree:2,2,4", "--names"], "for one chain a round"),
         (["--prompt", "w5", "--draft", "bush:2"], "write chain:LENGTH, such as chain:3"),
         (
             ["--prompt", "w5", "--temperature", "1", "--rule", "greedy"],

@@ -41,6 +41,7 @@ def test_plain_decoding_has_tau_one_and_no_positions() -> None:
     counts = count([[Round(0, 0, 1)] * 5])
     assert counts.tau == 1
     assert counts.survival == ()
+    assert counts.conditional == ()
     assert counts.drafted_rate == 0
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from outrider.eval.policies.figures import Costs, compare, play, policy_figures
-from outrider.eval.policies.policy import Ahead, Judged, Policy, best_threshold, policy_named
+from outrider.eval.policies.named import policy_named
+from outrider.eval.policies.policy import Ahead, Judged, Policy, best_threshold
 from outrider.eval.policies.replay import Path, replay, replay_oracle
 
 VOCAB, BUDGET, EOS, START = 3, 5, 0, (1, 1)

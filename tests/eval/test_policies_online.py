@@ -15,8 +15,8 @@ from outrider.eval.drafters.policed import PolicyDrafter
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.traces import build_trace
 from outrider.eval.policies.figures import Costs, play
+from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
-from outrider.eval.policies.policy import policy_named
 from outrider.eval.stats import ratio
 from outrider.heads import save_head
 from outrider.scripts.cli import main as outrider
