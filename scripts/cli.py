@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("eval_command", "exact acceptance of heads on a trace, without decoding"),
     "policies": ("policies_command", "draft-length policies, replayed exactly on a trace"),
     "decode": ("decode_command", "generate with a head, exactly, and show what was accepted"),
+    "drift": ("drift_command", "acceptance in vLLM or SGLang against the offline prediction"),
+    "names": ("names_command", "what vLLM, SGLang, EAGLE and others call the same counts"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
     "lossy": ("lossy_command", "the bias of inexact acceptance rules, kept apart"),
     "certify": ("certify_command", "prove every verification rule exact, and every fault found"),

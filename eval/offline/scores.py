@@ -132,6 +132,7 @@ def summary(score: Score, *, seed: int = 0, by_kind: bool = True) -> dict[str, A
         "ceiling": _quotient(score.inside_RK.sum(), judged.sum()),
         "ceiling_top": _quotient(score.top_inside_RK.sum(), judged.sum()),
         "by_place": _by_place(score),
+        "spread": spread(score),
     }
     if by_kind:
         kinds = sorted(set(score.kinds))
@@ -139,6 +140,36 @@ def summary(score: Score, *, seed: int = 0, by_kind: bool = True) -> dict[str, A
             kind: summary(score.subset(kind), seed=seed, by_kind=False) for kind in kinds
         }
     return figures
+
+
+def spread(score: Score) -> dict[str, Any]:
+    """How acceptance varies from prompt to prompt: what a test against other counts needs.
+
+    `depths` has, for each depth, judged contexts and accepted ones (under the law, and by the
+    text), the squares of judged summed over prompts, and the squares of a prompt's accepted less
+    what the pooled rate gives it. `calls` has the same of accepted drafts over target calls.
+    """
+    kept_R, rounds_R = score.kept_RK.sum(1), score.rounds_R
+    columns = zip(score.judged_RK.T, score.kept_RK.T, score.hit_RK.T, strict=True)
+    return {
+        "prompts": len(score.row_ids),
+        "calls": {"kept": float(kept_R.sum()), **_squares(kept_R, rounds_R)},
+        "depths": [
+            {
+                "judged": float(judged_R.sum()),
+                "kept": float(by_law_R.sum()),
+                "hit": float(hit_R.sum()),
+                **_squares(by_law_R, judged_R),
+            }
+            for judged_R, by_law_R, hit_R in columns
+        ],
+    }
+
+
+def _squares(top_R: Floats, bottom_R: Floats) -> dict[str, float]:
+    rate = _quotient(top_R.sum(), bottom_R.sum())
+    off_R = np.zeros_like(top_R) if np.isnan(rate) else top_R - rate * bottom_R
+    return {"squares": float((bottom_R**2).sum()), "off_squares": float((off_R**2).sum())}
 
 
 def difference(a: Score, b: Score, *, seed: int = 0) -> Interval:

@@ -1,0 +1,1 @@
+"""What serving engines report of speculative decoding, and whether it is what was predicted."""
