@@ -17,10 +17,12 @@ from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
 from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.by_plan import drafter_by
+from outrider.eval.drafters.policed import PolicyDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
 from outrider.eval.metrics import count
 from outrider.eval.names import Run, names_table, reconcile
+from outrider.eval.policies.named import policy_named
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.plans import ChainPlan, LookupPlan, is_drawn, plan_named
 
@@ -49,6 +51,9 @@ class Settings:
     draft: str = "chain:3"
     """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, or
     lookup:LENGTH,NGRAM, which needs no head."""
+
+    policy: str | None = None
+    """How long every chain is, in place of draft: see outrider policies."""
 
     template_options: tuple[str, ...] | None = None
     """Mode of the chat template, as enable_thinking=false; the head's own when left out."""
@@ -83,6 +88,10 @@ class Settings:
                 "give a chain or a lookup, or leave --names out"
             )
         plan_named(self.draft)
+        if self.policy is not None:
+            policy_named(self.policy)
+            if self.head is None:
+                raise ValueError(f"policy is {self.policy!r}; it needs a head, so give --head")
         parse_options(self.template_options or ())
 
 
@@ -160,6 +169,9 @@ _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     """The head as a drafter; its drafts are drawn where the rule asks for that."""
     plan, decoding = plan_named(settings.draft), settings.decoding
+    policy = None if settings.policy is None else policy_named(settings.policy)
+    if policy is not None:
+        plan = ChainPlan(policy.most)
     if isinstance(plan, LookupPlan):
         return drafter_by(plan, None)
     if settings.head is None:
@@ -169,7 +181,10 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
     if decoding.rule is not None and isinstance(plan, ChainPlan):
         draws = rule_named(decoding.rule).draws_drafts
-    return drafter_by(plan, head, temperature=decoding.sampling.temperature if draws else 0.0)
+    temperature = decoding.sampling.temperature if draws else 0.0
+    if policy is not None:
+        return PolicyDrafter(head, policy, temperature=temperature)
+    return drafter_by(plan, head, temperature=temperature)
 
 
 def read_prompts(settings: Settings, target: Target) -> list[Prompt]:

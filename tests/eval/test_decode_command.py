@@ -103,6 +103,16 @@ def test_sampled_text_is_compared_where_the_rule_keeps_it(files, capsys, draft, 
     assert "plain" in out
 
 
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_policy_says_how_long_chains_are(files, capsys, temperature):
+    more = ["--prompt", "w4 w5", "--head", str(files / "head"), "--temperature", temperature]
+    said = run(files, capsys, *more, "--policy", "heuristic:2,4", "--names")
+    assert "12 tokens" in said
+    assert re.search(r"^gpt-fast +Acceptance probs( +[\d.]+){3,5} ", said, re.MULTILINE)
+    if temperature == "0":
+        assert "same text in 1 of 1" in said
+
+
 def test_a_run_is_told_in_the_terms_of_other_tools(files, capsys):
     head = ["--head", str(files / "head"), "--draft", "chain:3"]
     said = run(files, capsys, "--prompt", "w4 w5", *head, "--names")
@@ -150,6 +160,8 @@ def test_accepted_drafts_are_green_on_a_terminal(files, capsys):
         (["--prompt", "w5", "--data", "rows.jsonl"], "give either --prompt or --data"),
         (["--prompt", "w5", "--limit", "0"], "limit is 0; give 1 or more"),
         (["--prompt", "w5", "--draft", "tree:2,2,4", "--names"], "for one chain a round"),
+        (["--prompt", "w5", "--policy", "fixed"], "write fixed:K"),
+        (["--prompt", "w5", "--policy", "oracle:2"], "it knows the future"),
         (["--prompt", "w5", "--draft", "bush:2"], "write chain:LENGTH, such as chain:3"),
         (
             ["--prompt", "w5", "--temperature", "1", "--rule", "greedy"],
