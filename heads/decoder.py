@@ -5,7 +5,8 @@ E head size, D draft hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,20 @@ class DecoderHead(DraftHead):
     def __init__(self, config: DecoderConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__(config, draft_ids_W)
         self._rotary = rotary(config.rope, config.head_dim)
+        self._dropout = 0.0
+
+    @contextmanager
+    def dropping(self, chance: float) -> Generator[None]:
+        """Within, a channel of attention's or the MLP's inside is zero with this chance.
+
+        Drawn anew for every row and step; the other channels grow to keep the mean (Srivastava et
+        al. 2014, "Dropout"). Random numbers come from the global generator.
+        """
+        self._dropout = chance
+        try:
+            yield
+        finally:
+            self._dropout = 0.0
 
     def queries(self, x: Tensor, position: Tensor, weights: Weights) -> Tensor:
         """Rotated queries [..., A, E]."""
@@ -80,9 +95,11 @@ class DecoderHead(DraftHead):
 
     def leave(self, residual: Tensor, attended: Tensor, weights: Weights) -> Tensor:
         """Output of the layer from residual and attention."""
+        if self._dropout:
+            attended = F.dropout(attended, self._dropout)
         hidden = residual + F.linear(attended, weights.o)
         normed = rms_norm(hidden, weights.post_norm, self.config.rms_norm_eps)
-        return hidden + mlp(normed, weights)
+        return hidden + mlp(normed, weights, self._dropout)
 
 
 class RecurrentHead(DecoderHead):

@@ -145,9 +145,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def mlp(x: Tensor, weights: Weights) -> Tensor:
-    """The gated MLP."""
-    return F.linear(F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.up), weights.down)
+def mlp(x: Tensor, weights: Weights, dropout: float = 0.0) -> Tensor:
+    """The gated MLP, whose channels are zero with the chance `dropout`."""
+    gated = F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.up)
+    return F.linear(F.dropout(gated, dropout) if dropout else gated, weights.down)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -138,10 +138,14 @@ class EagleObjective(ObjectiveSettings):
     """eagle3 only: chance that an entry of the fused features is zero in a step of training; the
     others grow to keep the mean."""
 
+    layer_dropout: float = 0.0
+    """eagle3 only: the same of the channels inside the layer, of attention's output and the MLP."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("feature_noise_std", self.feature_noise_std, low=0)
-        check_range("feature_dropout", self.feature_dropout, low=0, below=1)
+        for name in ("feature_dropout", "layer_dropout"):
+            check_range(name, getattr(self, name), low=0, below=1)
         if self.unroll_steps is not None:
             check_range("unroll_steps", self.unroll_steps, low=1, high=32)
         for name in ("feature_weight", "token_weight"):
@@ -173,12 +177,12 @@ class EagleRun(Settings):
                     f"{name} is {value} with head eagle1, one layer that continues the target's "
                     "last state with the target's own tables; leave it out or use head eagle3"
                 )
-        for name in ("feature_noise_std", "feature_dropout"):
+        for name in ("feature_noise_std", "feature_dropout", "layer_dropout"):
             value = getattr(self.objective, name)
             if self.head.head == "eagle1" and value:
                 raise ValueError(
-                    f"{name} is {value} with head eagle1, which fuses no features; leave it out or "
-                    "use --feature-noise"
+                    f"{name} is {value} with head eagle1, which is disturbed by --feature-noise; "
+                    "leave it out"
                 )
 
     @property

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from outrider.data.batches import Batch
 from outrider.heads.base import DraftHead, Predicted, States
+from outrider.heads.eagle import EagleHead
 from outrider.heads.fused import Teacher, score_pairs, teacher_of
 from outrider.heads.losses import channel_noise, feature_noise, smooth_l1
 from outrider.heads.plan import RowPlan
@@ -156,12 +157,18 @@ class DraftTask(nn.Module):
 
 
 class Eagle3Task(DraftTask):
-    """The divergence over features that may be disturbed in training.
+    """The divergence over features and layers that may be disturbed in training.
 
     Random numbers come from the global generator, which the loop seeds by seed, step and rank.
     """
 
+    head: EagleHead  # pyrefly: ignore[bad-override-mutable-attribute]
     objective: EagleObjective  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    @override
+    def forward(self, work: DraftWork) -> StepOutput:
+        with self.head.dropping(self.objective.layer_dropout if self.training else 0.0):
+            return super().forward(work)
 
     @override
     def seen(self, batch: Batch) -> States:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.data.batches import Batch, Batches, StoredRow
-from outrider.heads import CONFIGS, HEADS, DraftHead, Tables
+from outrider.heads import CONFIGS, HEADS, DraftHead, EagleHead, Tables
 from outrider.heads.decoder import RecurrentHead
 from outrider.heads.losses import OBJECTIVES
 from outrider.train.kinds import EagleObjective
@@ -286,6 +286,44 @@ def test_noise_disturbs_training_only() -> None:
     quiet = task_of(head, EagleObjective(feature_noise=False), num_steps=1)
     assert value(noisy) != value(noisy)
     assert value(noisy.eval()) == value(quiet) == value(quiet)
+
+
+def test_the_layer_is_disturbed_in_training_only_and_the_same_for_the_same_seed() -> None:
+    head = make_head("eagle3", 25)
+    (batch,) = packed(memory([[0] * 4 + [1] * 8, [1] * 7]), 20)
+
+    def loss(task: DraftTask, seed: int = 0) -> Tensor:
+        torch.manual_seed(seed)
+        return task(task.prepare(batch)).loss.detach()
+
+    task = task_of(head, EagleObjective(layer_dropout=0.3), num_steps=3)
+    plain = task_of(head, EagleObjective(), num_steps=3)
+    assert torch.equal(loss(task), loss(task))
+    assert not torch.equal(loss(task), loss(task, 1))
+    assert not torch.equal(loss(task), loss(plain))
+    assert torch.equal(loss(task.eval()), loss(plain))
+
+
+@torch.no_grad()
+def test_dropped_channels_keep_the_mean_of_what_the_layer_puts_out() -> None:
+    """Given one row, the mean over draws of attention's part is the part itself, in float64."""
+    head = make_head("eagle3", 25).double()
+    assert isinstance(head, EagleHead)
+    weights, size = head.weights(), head.config.num_heads * head.config.head_dim
+    rows = 200_000
+    attended = torch.randn(1, size, dtype=torch.float64).expand(rows, size)
+    residual = torch.zeros(rows, head.config.hidden_size, dtype=torch.float64)
+    silent = replace(weights, down=torch.zeros_like(weights.down))
+    wanted = head.leave(residual[:1], attended[:1], silent)
+    with head.dropping(0.25):
+        drawn = head.leave(residual, attended, silent)
+    spread = drawn.std(0) / rows**0.5
+    assert bool((spread > 0).all())
+    assert float(((drawn.mean(0) - wanted[0]) / spread).abs().max()) < 5.0
+    # Each channel of both adds p / (1 - p) of its square: the law of an independent coin.
+    law = (weights.o.square() @ attended[0].square()) * 0.25 / 0.75
+    assert drawn.var(0) == pytest.approx(law, rel=0.05)
+    assert torch.equal(head.leave(residual[:1], attended[:1], silent), wanted)
 
 
 @pytest.mark.parametrize("flag", ["feature_noise_std", "feature_dropout"])

@@ -78,7 +78,7 @@ def test_c14_resume_equals_never_having_stopped(train: Train, step: int) -> None
 
 
 def test_c14_resume_draws_the_same_noise(train: Train) -> None:
-    noisy = ("--feature-noise-std", "0.2", "--feature-dropout", "0.1")
+    noisy = ("--feature-noise-std", "0.2", "--feature-dropout", "0.1", "--layer-dropout", "0.1")
     whole = train(*FLAGS, *noisy, output="whole")
     with pytest.raises(SystemExit):
         train(*FLAGS, *noisy, "--stop-after-steps", "10", output="stopped")

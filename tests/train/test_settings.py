@@ -266,13 +266,16 @@ def test_settings_do_not_load_torch_models() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["feature-noise-std", "feature-dropout"])
-def test_disturbed_features_are_refused_where_none_are_fused(
+@pytest.mark.parametrize("name", ["feature-noise-std", "feature-dropout", "layer-dropout"])
+def test_what_disturbs_eagle3_is_refused_for_eagle1(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse([*NEEDED, f"--{name}", "0.1"]).flat()[name.replace("-", "_")] == 0.1
     said = refused([*NEEDED, "--head", "eagle1", f"--{name}", "0.1"], capsys)
-    assert f"{name.replace('-', '_')} is 0.1 with head eagle1, which fuses no features" in said
+    assert (
+        f"{name.replace('-', '_')} is 0.1 with head eagle1, which is disturbed by --feature-noise"
+        in said
+    )
 
 
 def test_an_average_that_never_moves_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
