@@ -167,7 +167,7 @@ class _Run:
         row: int,
         verify: Verify,
     ) -> None:
-        self._limit = _position_limit(target)
+        self._limit = position_limit(target)
         if not 0 < len(prompt_ids) < self._limit:
             raise ValueError(
                 f"the prompt has {len(prompt_ids)} tokens; give 1 to {self._limit - 1}, the "
@@ -230,16 +230,9 @@ class _Run:
         self.seconds.other += times[3] - times[2]
 
     def law(self, logits_V: Tensor, tree: Tree, node: int) -> Tensor:
-        """The target's law after a node; greedy on logits as they are, these do as well."""
-        sampling = self._decoding.sampling
-        if sampling.is_greedy and not sampling.moves_logits:
-            # Half precision has no fast argmax on CPUs.
-            return logits_V.float() if logits_V.element_size() < 4 else logits_V
-        prefixes = None
-        if sampling.reads_path:
-            ids = [*self._ids, *(tree.tokens[step] for step in tree.path(node))]
-            prefixes = [Prefix(ids, len(self._ids) - len(self.new_ids))]
-        return process(logits_V[None], sampling, prefixes)[0]
+        """The target's law after a node."""
+        num_prompt = len(self._ids) - len(self.new_ids)
+        return law_at(logits_V, self._decoding.sampling, self._ids, num_prompt, tree, node)
 
     def _noise(self) -> KeyedNoise:
         return KeyedNoise(self._decoding.seed, self._row, len(self._ids))
@@ -302,7 +295,29 @@ class _NodeLaws:
         return None if self._draft.law is None else self._draft.law(node)
 
 
-def _position_limit(target: Target) -> int:
+def law_at(
+    logits_V: Tensor,
+    sampling: Sampling,
+    ids: Sequence[int],
+    num_prompt: int,
+    tree: Tree,
+    node: int,
+) -> Tensor:
+    """The target's law after a node of a tree whose root is the newest of a row's `ids`.
+
+    Greedy on logits as they are, these do as well.
+    """
+    if sampling.is_greedy and not sampling.moves_logits:
+        # Half precision has no fast argmax on CPUs.
+        return logits_V.float() if logits_V.element_size() < 4 else logits_V
+    prefixes = None
+    if sampling.reads_path:
+        path = [*ids, *(tree.tokens[step] for step in tree.path(node))]
+        prefixes = [Prefix(path, num_prompt)]
+    return process(logits_V[None], sampling, prefixes)[0]
+
+
+def position_limit(target: Target) -> int:
     """Positions the target has; unlimited where its config names none.
 
     longrope turns other angles once a text passes the length it was first trained at, so passes of

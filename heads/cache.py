@@ -3,6 +3,7 @@
 Letters: B rows, T new entries, S all entries, A key-value heads, E head size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class HeadCache:
     def __init__(self, capacity: int = 256) -> None:
         self.length = 0
         self._capacity = capacity
-        self._layers: dict[int, _Store] = {}
+        self._layers: dict[int, Store] = {}
 
     def append(
         self,
@@ -42,7 +43,7 @@ class HeadCache:
         start = self.length if layer == 0 else self.length - num_new
         end = start + num_new
         if layer not in self._layers:
-            self._layers[layer] = _Store(key_BTAE, max(self._capacity, end), position_BT)
+            self._layers[layer] = Store(key_BTAE, max(self._capacity, end), position_BT)
         store = self._layers[layer]
         store.reserve(end)
         store.key[:, :, start:end] = key_BTAE.transpose(1, 2)
@@ -71,7 +72,7 @@ class HeadCache:
             self.length = keep_S.shape[0]
 
 
-class _Store:
+class Store:
     """The tensors of one layer."""
 
     def __init__(self, like_BTAE: Tensor, capacity: int, position_BT: Tensor | None) -> None:
@@ -97,6 +98,28 @@ class _Store:
         self.value[:, :, :size] = self.value[:, :, keep_S]
         if self.position is not None:
             self.position[:, :size] = self.position[:, keep_S]
+
+    def blank(self, num_rows: int) -> "Store":
+        """As many entries of `num_rows` rows, all zero."""
+        _, heads, capacity, size = self.key.shape
+        store = Store(self.key.new_empty((num_rows, 0, heads, size)), capacity, None)
+        if self.position is not None:
+            store.position = self.position.new_zeros((num_rows, capacity))
+        return store
+
+    def copy_row(self, row: int, other: "Store", length: int) -> None:
+        """Take the first entries of another store's only row."""
+        self.reserve(length)
+        self.key[row, :, :length] = other.key[0, :, :length]
+        self.value[row, :, :length] = other.value[0, :, :length]
+        if self.position is not None and other.position is not None:
+            self.position[row, :length] = other.position[0, :length]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        self.key, self.value = self.key[list(rows)], self.value[list(rows)]
+        if self.position is not None:
+            self.position = self.position[list(rows)]
 
 
 def _grow(old: Tensor, capacity: int, dim: int) -> Tensor:

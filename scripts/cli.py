@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drift": ("drift_command", "acceptance in vLLM or SGLang against the offline prediction"),
     "names": ("names_command", "what vLLM, SGLang, EAGLE and others call the same counts"),
     "bench": ("bench_command", "wall-clock speed against plain decoding, interleaved"),
+    "tune": ("tune_command", "what speculation buys by batch, and the settings for engines"),
     "lossy": ("lossy_command", "the bias of inexact acceptance rules, kept apart"),
     "certify": ("certify_command", "prove every verification rule exact, and every fault found"),
     "toy": ("toy_command", "the four-token language: exact laws beside simulation"),

@@ -9,6 +9,8 @@ Schema of report.json, version 1 (parts that were not run are null):
                differences [head, against, trace, draft, tau]; see outrider.eval.offline.evaluate
   bench        settings, rows [draft, kind, speedup {value, low, high}, tau, ...], cost {c, verify};
                see outrider.eval.bench
+  tune         costs, acceptance, contexts [context, predictions, best, schedule, break_even,
+               throughput, requests], engines {vllm, sglang}; see outrider.eval.tune.result
   training     [{step, loss, tau}]
   passage      title, prompt, pieces [{text, mark}], tokens, calls
 """
@@ -27,8 +29,10 @@ from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.report import plots
 from outrider.eval.report.passage import LEGEND
 from outrider.eval.report.provenance import provenance
+from outrider.eval.report.tuning import render_tune
 
 SCHEMA_VERSION = 1
+_PARTS = ("evaluation", "bench", "tune", "training", "passage")
 
 Figures = Mapping[str, Any]
 
@@ -73,7 +77,7 @@ def write_report(path: Path, parts: Figures, *, notes: Figures | None, title: st
             "title": title,
             "provenance": {**provenance(), **(notes or {})},
             "definitions": DEFINITIONS,
-            **{name: parts.get(name) for name in ("evaluation", "bench", "training", "passage")},
+            **{name: parts.get(name) for name in _PARTS},
         }
     )
     paths = Paths(path, path.with_suffix(".html"))
@@ -112,6 +116,7 @@ def render(report: Figures) -> str:
         headlines=_headlines(report),
         plots=_plots(report),
         legend=LEGEND,
+        tune=render_tune(report["tune"]) if report["tune"] else "",
         provenance=_rows(report["provenance"]),
         **_pivots(report),
     )

@@ -92,6 +92,31 @@ def length_plot(groups: Mapping[str, Mapping[str, Line]], label: str, name: str)
         return _svg(figure, name, f"{label} by draft setting; the dashed line is plain decoding")
 
 
+def batch_plot(lines: Mapping[str, Sequence[tuple[int, float]]], label: str, name: str) -> str:
+    """One line a draft over the batch, on a logarithmic axis; the dashed line is plain decoding."""
+    batches = sorted({batch for points in lines.values() for batch, _ in points})
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(9.6, 3.8)
+        for index, (draft, points) in enumerate(lines.items()):
+            axes.plot(
+                *zip(*points, strict=True),
+                label=draft,
+                color=_SERIES[index % len(_SERIES)],
+                marker=_MARKERS[index % len(_MARKERS)],
+                linestyle="-" if index < len(_SERIES) else (0, (4, 2)),
+                linewidth=1.6,
+                markersize=5,
+            )
+        axes.axhline(1.0, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("rows in the batch")
+        axes.set_ylabel(label)
+        _legend(axes, len(lines))
+        return _svg(figure, name, f"{label} by batch; the dashed line is plain decoding")
+
+
 def training_plot(rows: Sequence[Mapping[str, Any]]) -> str:
     """Training loss, and held-out tokens per target call where it was measured."""
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]

@@ -17,10 +17,11 @@ from outrider.data.states import OnlineFeatures, TargetStates
 from outrider.data.store import PASS_TOKENS
 from outrider.data.target import Target
 from outrider.eval.link import tables
+from outrider.eval.tune.gpus import SHEETS
 from outrider.heads import HEADS
 from outrider.train import muon, work
 from outrider.train.kinds import EagleRun, HydraRun, MedusaRun, MtpRun
-from outrider.train.machine import SHEETS, Machine, machine_named
+from outrider.train.machine import Machine, machine_named
 from outrider.train.objectives import task_of
 from outrider.train.optim import build
 from outrider.train.recipe import parse

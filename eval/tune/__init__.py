@@ -1,0 +1,1 @@
+"""What speculation buys on a machine: costs, acceptance, and the settings that follow."""
