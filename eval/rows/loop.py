@@ -62,6 +62,14 @@ class RoundTime(NamedTuple):
         return self.draft + self.verify + self.other
 
 
+class Prefill(NamedTuple):
+    """A prompt that has been run; what it leaves is read only."""
+
+    cache: RowCache
+    captured: Captured
+    logits_1V: Tensor
+
+
 class _Saved(NamedTuple):
     lengths_B: Tensor
     sizes: list[tuple[int, int, str]]
@@ -104,6 +112,8 @@ class RowsRun:
         """Of every round so far; prefills are not in it."""
         self.done: list[Row] = []
         """Rows that `decode_rows` decoded."""
+        self.prefills: dict[tuple[int, ...], Prefill] | None = None
+        """Set it to keep what prompts leave, for runs with the same target and layers."""
 
     def admit(self, slot: int, prompt_ids: Sequence[int], number: int) -> Row:
         """Run a prompt into a free slot and draw its first token; it may end with that."""
@@ -112,24 +122,29 @@ class RowsRun:
                 f"prompt {number} has {len(prompt_ids)} tokens; give 1 to {self._limit - 1}, the "
                 "target's positions less one for the answer"
             )
-        device, fresh = self.target.device, RowCache(1)
         budget = min(self.decoding.max_new_tokens, self._limit - len(prompt_ids))
         row = Row(number=number, ids=list(prompt_ids), num_prompt=len(prompt_ids), budget=budget)
-        captured = self.target.run(
-            torch.tensor([row.ids], device=device),
-            layers=self.drafter.layers,
-            position_ids=query_positions(fresh.lengths_B.to(device), len(row.ids)),
-            cache=fresh,
-        )
-        fresh.advance(len(row.ids))
-        logits_1V = self.target.logits(captured.last_BTH[0, -1:])
+        known = self.prefills if self.prefills is not None else {}
+        prefill = known.get(tuple(row.ids)) or self._prefill(row.ids)
+        known[tuple(row.ids)] = prefill
         tree = Tree((row.ids[-1],), (-1,))
-        verdict = self._judge(tree, _Laws(self, row, tree, logits_1V, None), self._noise(row))
-        self._emit(row, [verdict.token])
-        self._cache.replace_row(slot, fresh, 0)
-        self.drafter.start(slot, row.ids, captured)
+        laws = _Laws(self, row, tree, prefill.logits_1V, None)
+        self._emit(row, [self._judge(tree, laws, self._noise(row)).token])
+        self._cache.replace_row(slot, prefill.cache, 0)
+        self.drafter.start(slot, row.ids, prefill.captured)
         self.rows[slot] = row
         return row
+
+    def _prefill(self, ids: Sequence[int]) -> Prefill:
+        device, fresh = self.target.device, RowCache(1)
+        captured = self.target.run(
+            torch.tensor([ids], device=device),
+            layers=self.drafter.layers,
+            position_ids=query_positions(fresh.lengths_B.to(device), len(ids)),
+            cache=fresh,
+        )
+        fresh.advance(len(ids))
+        return Prefill(fresh, captured, self.target.logits(captured.last_BTH[0, -1:]))
 
     def keep_rows(self, slots: Sequence[int]) -> None:
         """Drop all slots but these."""
@@ -273,14 +288,17 @@ def decode_rows(
     *,
     batch_size: int,
     until_idle: bool = False,
+    prefills: dict[tuple[int, ...], Prefill] | None = None,
 ) -> RowsRun:
     """Decode prompts, at most `batch_size` at a time; a row that ends gives its slot to the next.
 
     Row numbers in the noise's key are the prompts' places. With `until_idle` it stops at the first
     slot that no prompt is left for, so that every timed round had a full batch; rows cut short by
-    that have no `finish`. Returns the run; its `done` are the rows in the order of the prompts.
+    that have no `finish`. `prefills` may be shared by runs whose drafters read the same layers.
+    Returns the run; its `done` are the rows in the order of the prompts.
     """
     run = RowsRun(target, min(batch_size, len(prompts)), drafter, decoding)
+    run.prefills = prefills
     waiting = list(enumerate(prompts))[::-1]
     found: list[Row] = []
     slots = list(range(len(run.rows)))
