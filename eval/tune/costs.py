@@ -5,6 +5,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -75,8 +76,9 @@ class Point(NamedTuple):
 class MeasuredCosts:
     """Rounds measured on one machine; between them costs go by straight lines.
 
-    A line between chains measured gives the lengths between; other drafts are known only where
-    measured. Beyond what was measured the last line goes on, never below the cost at its end.
+    A line between chains measured gives the lengths between, which misses that matrix products are
+    jagged in the number of tokens; other drafts are known only where measured. Beyond what was
+    measured the last line goes on, never below the cost at its end.
     """
 
     points: Sequence[Point]
@@ -109,17 +111,17 @@ class MeasuredCosts:
         threads = f", {self.threads} threads" if self.threads else ""
         return f"{machine}{threads}, {self.dtype}, measured"
 
-    @property
+    @cached_property
     def batches(self) -> list[int]:
         """Batches measured."""
         return sorted({point.batch for point in self.points})
 
-    @property
+    @cached_property
     def contexts(self) -> list[int]:
         """Contexts measured."""
         return sorted({point.context for point in self.points})
 
-    @property
+    @cached_property
     def drafts(self) -> list[str]:
         """Drafts measured, in order."""
         return list(dict.fromkeys(point.draft for point in self.points))
@@ -129,6 +131,16 @@ class MeasuredCosts:
         if batch < 1:
             raise ValueError(f"batch is {batch}; give 1 or more")
         return Pieces(*(self._piece(draft, name, batch, context) for name in Pieces._fields))
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int], Point]:
+        return {(point.draft, point.batch, point.context): point for point in self.points}
+
+    @cached_property
+    def _chains(self) -> dict[int, str]:
+        """Chains measured, by length."""
+        plans = {draft: plan_named(draft) for draft in self.drafts if draft != PLAIN}
+        return {plan.length: d for d, plan in plans.items() if isinstance(plan, ChainPlan)}
 
     def _piece(self, draft: str, name: str, batch: int, context: float) -> float:
         found: dict[float, float] = {}
@@ -148,17 +160,16 @@ class MeasuredCosts:
         return line(found, batch)
 
     def _at(self, draft: str, name: str, batch: int, context: int) -> float | None:
-        here = [p for p in self.points if (p.batch, p.context) == (batch, context)]
-        exact = [p.pieces[name].median for p in here if p.draft == draft]
-        if exact:
-            return exact[0]
-        if draft == PLAIN or not draft.startswith("chain:"):
+        exact = self._known.get((draft, batch, context))
+        if exact is not None:
+            return exact.pieces[name].median
+        if not draft.startswith("chain:"):
             return None
         chains: dict[float, float] = {}
-        for point in here:
-            plan = None if point.draft == PLAIN else plan_named(point.draft)
-            if isinstance(plan, ChainPlan):
-                chains[plan.length] = point.pieces[name].median
+        for length, measured in self._chains.items():
+            point = self._known.get((measured, batch, context))
+            if point is not None:
+                chains[length] = point.pieces[name].median
         length = int(draft.removeprefix("chain:"))
         is_between = len(chains) > 1 and min(chains) <= length <= max(chains)
         return line(chains, length) if is_between else None

@@ -74,6 +74,7 @@ def _at(
             for one in acceptances
         ],
         "plain": [plain_prediction(costs, batch, context).record() for batch in grid.batches],
+        "c": [_draft_cost(costs, acceptances, batch, context) for batch in grid.batches],
         "best": [best(costs, acceptances, batch, context).record() for batch in grid.batches],
         "schedule": [
             one._asdict() for one in schedule(costs, acceptances, context, grid.max_batch)
@@ -94,6 +95,18 @@ def _at(
             _requests(costs, acceptances, batch, context, grid.new_tokens) for batch in grid.batches
         ]
     return found
+
+
+def _draft_cost(
+    costs: Costs, acceptances: Sequence[Acceptance], batch: int, context: float
+) -> float | None:
+    """c: a draft step over a plain step, a mean over the longest chain; None without chains."""
+    lengths = {one.plan.length: one for one in acceptances if isinstance(one.plan, ChainPlan)}
+    if not lengths:
+        return None
+    longest = lengths[max(lengths)]
+    drafting = costs.round(longest.draft, longest.tokens, batch, context).draft
+    return drafting / max(lengths) / costs.round(PLAIN, 1, batch, context).total
 
 
 def _requests(
@@ -152,6 +165,7 @@ def table(result: Mapping[str, Any]) -> str:
     """The result as text: a line a batch, the speed-up of every draft, and what is best."""
     lines: list[str] = [f"costs: {result['costs']}"]
     lines += [f"acceptance: {source}" for source in _sources(result)]
+    lines += _measured(result)
     for one in result["contexts"]:
         lines += ["", f"context {one['context']:g}: speed-up over plain decoding", *_speeds(one)]
         lines += _where_it_ends(one)
@@ -169,6 +183,17 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _measured(result: Mapping[str, Any]) -> list[str]:
+    if not result["is_measured"]:
+        return []
+    batches, contexts = result["measured_batches"], result["measured_contexts"]
+    return [
+        f"measured at batches {', '.join(map(str, batches))} and contexts "
+        f"{', '.join(map(str, contexts))}; between them by straight lines, beyond them by the last "
+        "line: an extrapolation"
+    ]
+
+
 def _sources(result: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(one["source"] for one in result["acceptance"]))
 
@@ -177,8 +202,9 @@ def _speeds(one: Mapping[str, Any]) -> list[str]:
     drafts = list(dict.fromkeys(row["draft"] for row in one["predictions"]))
     widths = [max(6, len(draft)) for draft in drafts]
     header = "  ".join(draft.rjust(width) for draft, width in zip(drafts, widths, strict=True))
-    lines = [f"{'batch':>5}  {header}  {'best':<12}  tokens/s  ms/token (plain)"]
-    for fastest, plain in zip(one["best"], one["plain"], strict=True):
+    lines = [f"{'batch':>5}  {header}  {'best':<12}  tokens/s  c     ms/token (plain)"]
+    for fastest, plain, c in zip(one["best"], one["plain"], one["c"], strict=True):
+        ratio = "-" if c is None else f"{c:.2f}"
         batch = fastest["batch"]
         here = {row["draft"]: row for row in one["predictions"] if row["batch"] == batch}
         cells = "  ".join(
@@ -187,7 +213,7 @@ def _speeds(one: Mapping[str, Any]) -> list[str]:
         )
         lines.append(
             f"{batch:>5}  {cells}  {fastest['draft']:<12}  {fastest['tokens_per_second']:>8.0f}  "
-            f"{fastest['ms']['token']:.2f} ({plain['ms']['token']:.2f})"
+            f"{ratio:<4}  {fastest['ms']['token']:.2f} ({plain['ms']['token']:.2f})"
         )
     return lines
 
