@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not paths:
             raise ValueError(f"{settings.work} has no costs; run the stage costs first")
         costs = merged([read_costs(path) for path in paths])
+        costs.save(settings.work / "costs.json")  # for outrider tune --costs
         found = compare(
             costs, read_acceptances(settings.work / "acceptance.json"), _speeds(settings)
         )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from outrider.data.outline import outline
-from outrider.eval.link import tables
+from outrider.data.target import Target
 from outrider.eval.tune.models import DraftSizes, TargetSizes, draft_sizes, target_sizes
 from outrider.eval.tune.roofline import Hardware, RooflineCosts, hardware_named
-from outrider.heads import EagleConfig, EagleHead, load_head
+from outrider.heads import EagleConfig, EagleHead, Tables, load_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,7 @@ def _sizes(gpu: Gpu, name: str | None, folder: str | None) -> tuple[TargetSizes,
         )
     target = outline(name, dtype=torch.bfloat16, reads_rows=False)
     if folder is not None:
-        with torch.device("meta"):
-            head = load_head(folder, tables(target))
+        head = load_head(folder, _blank_tables(target))
         return target_sizes(target), draft_sizes(head, folder)
     if gpu.draft_parameters is not None:
         wanted = gpu.draft_parameters
@@ -115,3 +114,15 @@ def _sizes(gpu: Gpu, name: str | None, folder: str | None) -> tuple[TargetSizes,
         ids_W = torch.arange(config.draft_vocab_size)
     head = EagleHead(config, ids_W)
     return target_sizes(target), draft_sizes(head, "an EAGLE-3 head with 32,000 draft tokens")
+
+
+def _blank_tables(target: Target) -> Tables:
+    """Tables of the target's shape that take no memory: one zero, shown everywhere."""
+    zero = torch.zeros(())
+    return Tables(
+        embedding_VH=zero.expand(target.embedding_VH.shape),
+        output_VH=zero.expand(target.output_VH.shape),
+        tokenizer_size=target.tokenizer_size,
+        num_layers=target.num_layers,
+        softcap=target.softcap,
+    )

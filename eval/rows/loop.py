@@ -180,8 +180,8 @@ class RowsRun:
         self._keep(kept, logits_BnV.shape[1])
         self.drafter.accept(accepted, captured, kept)
         times.append(self._clock())
-        spent = [after - before for before, after in pairwise(times)]
-        self.times.append(RoundTime(*spent, len(rows), emitted))
+        draft_s, verify_s, other_s = (after - before for before, after in pairwise(times))
+        self.times.append(RoundTime(draft_s, verify_s, other_s, len(rows), emitted))
         return self.times[-1]
 
     def save(self) -> _Saved:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from outrider.data.files import write_whole
 from outrider.eval.report.provenance import provenance
@@ -70,6 +70,17 @@ class Point(NamedTuple):
     pieces: Mapping[str, Spread]
     """Draft, verify and other, and their total."""
     samples: int
+
+    def record(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**self._asdict(), "pieces": {k: v._asdict() for k, v in self.pieces.items()}}
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Self:
+        """What `record` made."""
+        pieces = {name: Spread(**one) for name, one in record["pieces"].items()}
+        place = (record["draft"], record["tokens"], record["batch"], record["context"])
+        return cls(*place, pieces, record["samples"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +196,7 @@ class MeasuredCosts:
             "device": self.device,
             "threads": self.threads,
             "notes": {**provenance(), **self.notes},
-            "points": [
-                {**point._asdict(), "pieces": {k: v._asdict() for k, v in point.pieces.items()}}
-                for point in self.points
-            ],
+            "points": [point.record() for point in self.points],
         }
         write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
@@ -216,15 +224,7 @@ def read_costs(path: Path) -> MeasuredCosts:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if record["what"] != "outrider costs" or record["format"] != FORMAT:
             raise ValueError(f"it is {record['what']!r}, format {record['format']}")
-        points = [
-            Point(
-                **{
-                    **one,
-                    "pieces": {k: Spread(**v) for k, v in one["pieces"].items()},
-                }
-            )
-            for one in record["points"]
-        ]
+        points = [Point.read(one) for one in record["points"]]
         names = ("target", "head", "dtype", "device", "threads", "notes")
         return MeasuredCosts(points=points, **{name: record[name] for name in names})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:

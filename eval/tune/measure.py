@@ -229,14 +229,8 @@ def _read(journal: Path | None, claim: dict[str, Any]) -> dict[tuple[int, int], 
                 f"{journal} line {number} was measured with other settings ({record['claim']}, now "
                 f"{claim}); name another file, or remove this one"
             )
-        points = [_point(one) for one in record["points"]]
-        found[record["batch"], record["context"]] = points
+        found[record["batch"], record["context"]] = list(map(Point.read, record["points"]))
     return found
-
-
-def _point(record: dict[str, Any]) -> Point:
-    pieces = {name: spread([0.0])._replace(**one) for name, one in record["pieces"].items()}
-    return Point(**{**record, "pieces": pieces})
 
 
 def _note(
@@ -244,10 +238,7 @@ def _note(
 ) -> None:
     if journal is None:
         return
-    points = [
-        {**point._asdict(), "pieces": {k: v._asdict() for k, v in point.pieces.items()}}
-        for point in found
-    ]
+    points = [point.record() for point in found]
     record = {"claim": claim, "batch": batch, "context": context, "points": points}
     journal.parent.mkdir(parents=True, exist_ok=True)
     with journal.open("a", encoding="utf-8") as file:

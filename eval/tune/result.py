@@ -187,11 +187,12 @@ def _measured(result: Mapping[str, Any]) -> list[str]:
     if not result["is_measured"]:
         return []
     batches, contexts = result["measured_batches"], result["measured_contexts"]
-    return [
+    text = (
         f"measured at batches {', '.join(map(str, batches))} and contexts "
         f"{', '.join(map(str, contexts))}; between them by straight lines, beyond them by the last "
         "line: an extrapolation"
-    ]
+    )
+    return [text]
 
 
 def _sources(result: Mapping[str, Any]) -> list[str]:

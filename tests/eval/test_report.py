@@ -177,6 +177,7 @@ def test_json_holds_schema_and_provenance_and_is_strict(tmp_path: Path) -> None:
         "definitions",
         "evaluation",
         "bench",
+        "tune",
         "training",
         "passage",
     }

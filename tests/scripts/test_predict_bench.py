@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.data.outline import outline
-from outrider.eval.link import tables
 from outrider.heads import EagleConfig, EagleHead, save_head
 from outrider.scripts import predict_bench
 
@@ -19,9 +19,7 @@ def test_stages_are_kept_and_a_second_run_times_nothing_again(
     torch.manual_seed(0)
     target = outline("smollm2-demo", dtype=torch.float32, reads_rows=False)
     config = EagleConfig.from_target(target.config, draft_vocab_size=512)
-    head = EagleHead(config, torch.arange(512))
-    head.tables = tables(target)
-    save_head(head, tmp_path / "head")
+    save_head(EagleHead(config, torch.arange(512)), tmp_path / "head")
     threads = torch.get_num_threads()
     argv = ["--head", str(tmp_path / "head"), "--work", str(tmp_path / "work"), "--prompts", "2",
             "--tokens", "4", "--rounds", "1", "--batches", "1", "2", "--drafts", "chain:1",
@@ -43,11 +41,14 @@ def test_stages_are_kept_and_a_second_run_times_nothing_again(
             assert row["tau_measured"] == pytest.approx(row["tau_predicted"])
 
 
-def test_bad_settings_are_refused(tmp_path: Path) -> None:
-    for changes, message in (
-        (["--prompts", "0"], "prompts is 0"),
-        (["--batches", "0"], r"batches is \(0,\)"),
-        (["--drafts", "chain"], "draft is 'chain'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            predict_bench.main(["--head", "h", "--work", str(tmp_path), *changes])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": 0}, "prompts is 0"),
+        ({"batches": (0,)}, r"batches is \(0,\)"),
+        ({"drafts": ("chain",)}, "draft is 'chain'"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        predict_bench.Settings(head="h", work=tmp_path, **changes)

@@ -1,12 +1,17 @@
 """`outrider tune` as a person runs it: every source of costs, every refusal."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.heads import EagleConfig, EagleHead, save_head
 from outrider.scripts import cli, tune_command
 
 DESCRIBED = ["--parameters", "8e9", "--kv-per-token", "65536", "--draft-parameters", "4e8"]
@@ -20,6 +25,10 @@ def target_folder(tmp_path: Path) -> Path:
         tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(
+        tmp_path / "target"
+    )
     return tmp_path / "target"
 
 
@@ -54,8 +63,7 @@ def test_an_alpha_on_a_data_sheet_gives_table_and_report(
     for one in tune["contexts"]:
         assert len(one["predictions"]) == 3 * 8
         assert one["schedule"][-1]["last"] == 256
-        speeds = [row["speedup"]["value"] for row in one["best"]]
-        assert speeds == sorted(speeds, reverse=True)
+        assert all(row["speedup"]["value"] >= 1 for row in one["best"])
         assert one["requests"][2]["best"]["mean_rows"] < 64
         gain = one["throughput"]["drafted"]["batch"] / one["throughput"]["plain"]["batch"]
         assert gain < 1
@@ -123,10 +131,6 @@ def test_a_target_by_its_config_and_a_head_by_its_folder(
 
 
 def make_head(target_folder: Path, folder: Path) -> Path:
-    import torch
-
-    from outrider.heads import EagleConfig, EagleHead, save_head
-
     torch.manual_seed(0)
     config = EagleConfig.from_target(
         LlamaConfig.from_pretrained(target_folder), draft_vocab_size=48, tokenizer_size=61
@@ -159,11 +163,18 @@ def make_head(target_folder: Path, folder: Path) -> Path:
     ],
 )
 def test_bad_input_is_refused(
-    argv: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argv: list[Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, SystemExit)) as caught:
         run(*argv)
+    # Settings are refused by the parser, which puts the message in a box.
+    boxed = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert re.search(message, f"{caught.value} {boxed}")
 
 
 def test_it_is_a_sub_command() -> None:
