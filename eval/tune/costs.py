@@ -119,7 +119,8 @@ class MeasuredCosts:
     def name(self) -> str:
         """What was measured where."""
         machine = (self.notes.get("machine") or {}).get("processor") or self.device
-        threads = f", {self.threads} threads" if self.threads else ""
+        plural = "" if self.threads == 1 else "s"
+        threads = f", {self.threads} thread{plural}" if self.threads else ""
         return f"{machine}{threads}, {self.dtype}, measured"
 
     @cached_property

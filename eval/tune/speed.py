@@ -183,7 +183,7 @@ class Throughput(NamedTuple):
 def throughput(
     costs: RooflineCosts, acceptances: Sequence[Acceptance], context: float
 ) -> Throughput:
-    """Most tokens a second of one accelerator over all batches that fit.
+    """Tokens a second of one accelerator at the largest batch that fits.
 
     With the head loaded fewer rows fit, so its figure may fall below plain decoding's although it
     pays at every batch. A server with the head may still decode plainly where that is faster.
