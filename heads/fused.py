@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.base import DraftHead
-from outrider.heads.objective import Objective
+from outrider.heads.objective import Objective, saved_calls
 from outrider.heads.slopes import Slope, slope
 from outrider.heads.tables import Tables, bend
 from outrider.heads.top_teacher import TopTeacher
@@ -45,7 +45,7 @@ class Scored(NamedTuple):
     """What a pass over the loss pairs yields; only `loss` carries a gradient."""
 
     loss: Tensor
-    """Sum of weight times loss."""
+    """Sum of weight times loss, and times what the place saves if the objective aims at that."""
     loss_PK: Tensor
     """Unweighted loss of every pair."""
     each_PKM: Tensor
@@ -106,6 +106,11 @@ def score_pairs(
             f"{len(outputs)} output heads are given for {hidden_PKD.shape[1]} steps; give one for "
             "all of them, or one for each"
         )
+    if objective.aim is not None and len(outputs) > 1:
+        raise ValueError(
+            f"aim is {objective.aim} and each draft step has an output head of its own; share one "
+            "(--freeze-output), or leave aim out"
+        )
     return Scored(*_ScorePairs.apply(hidden_PKD, teacher, weight_PK, objective, *outputs))
 
 
@@ -116,6 +121,8 @@ class _ScorePairs(torch.autograd.Function):
         tables = [output_WD.to(hidden_PKD.dtype) for output_WD in outputs]
         exact = torch.promote_types(hidden_PKD.dtype, torch.float32)
         weight_PK = weight_PK.to(exact)
+        if objective.aim is not None:
+            weight_PK = weight_PK.clone()
         accept_PK = torch.empty_like(weight_PK)
         each_PKM = weight_PK.new_empty(*weight_PK.shape, len(objective.terms))
         needs_hidden, needs_outputs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
@@ -133,6 +140,9 @@ class _ScorePairs(torch.autograd.Function):
                 scorer = scorer_of(teacher, objective, is_compiled=logits_XW.is_cuda)
                 _score_chunk(logits_XW, probs, (each_PKM[span], accept_PK[span]), scorer)
                 # Weights scale rows, so they touch the narrow factors and not the wide gradient.
+                if objective.aim is not None:
+                    given = weight_PK[span]
+                    given *= saved_calls(accept_PK[span], given != 0, objective.aim)
                 weight = weight_PK[span].flatten().unsqueeze(1).to(hidden.dtype)
                 if grad_hidden is not None:
                     back = (logits_XW @ table).mul_(weight)

@@ -26,6 +26,9 @@ class Objective:
     (`losses.coarsen`); hard_ce looks at tokens alone. None compares whole laws."""
     temperature: float = 1.0
     """Of both laws: logits are divided by it, and the loss is not scaled back."""
+    aim: int | None = None
+    """Weigh every draft step by the target calls that its acceptance saves there, for chains of
+    this length (`saved_calls`). None weighs all places alike."""
 
     def __post_init__(self) -> None:
         for name, weight in self.terms:
@@ -44,6 +47,8 @@ class Objective:
             raise ValueError(f"temperature is {self.temperature}; give a number above 0")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; keep at least 1 token of the teacher's law")
+        if self.aim is not None and self.aim < 1:
+            raise ValueError(f"aim is {self.aim}; give the length of a chain, at least 1")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,3 +82,29 @@ class Objective:
         """The weighted sum for every row, [N], differentiable."""
         each = self.each(logits_NW, teacher_NW)
         return each @ each.new_tensor(self.weights)
+
+
+def saved_calls(accept_NK: Tensor, valid_NK: Tensor, length: int) -> Tensor:
+    """What a little more acceptance of each draft step saves in target calls a token, [N, K].
+
+    A chain of acceptances a_1, a_2, ... makes tau = 1 + a_1 + a_1 a_2 + ... tokens a call; where
+    text around is as hard, a token costs 1/tau calls, and the weight of step k is
+    -d(1/tau)/da_k = a_1 ... a_{k-1} (1 + a_{k+1} + a_{k+1} a_{k+2} + ...) / tau^2. So hard places
+    count most at their first step, and easy ones at all steps alike. Steps after the last, up to
+    `length`, accept like the last; a step that is not valid ends the chain. A chain shorter than
+    the steps gives the others nothing.
+    """
+    steps = accept_NK.shape[1]
+    alive_NK = accept_NK * valid_NK
+    alive_NK = alive_NK * (torch.arange(steps, device=alive_NK.device) < length)
+    later_N = torch.zeros_like(alive_NK[:, 0])
+    for _ in range(length - steps):
+        later_N = alive_NK[:, -1] * (1 + later_N)
+    worth_NK = torch.empty_like(alive_NK)
+    for step in reversed(range(steps)):
+        worth_NK[:, step] = 1 + later_N
+        later_N = alive_NK[:, step] * (1 + later_N)
+    reach_NK = alive_NK.cumprod(1).roll(1, 1)
+    reach_NK[:, 0] = 1.0
+    inside = (torch.arange(steps, device=alive_NK.device) < length).to(alive_NK.dtype)
+    return reach_NK * worth_NK * inside / (1 + later_N).square().unsqueeze(1)

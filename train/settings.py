@@ -190,6 +190,11 @@ class ObjectiveSettings:
     """What each draft step counts, one number a step, instead of unroll_decay. Only their ratios
     matter."""
 
+    aim: int | None = None
+    """Weigh each draft step at each place by the target calls that its acceptance saves there, for
+    chains of this length, beside unroll_decay or step_weights; with --loss tv that is the gradient
+    of calls per token. Places weigh alike when left out."""
+
     normalise: Literal["token", "document"] = "token"
     """What weighs the same in an optimiser step: every supervised token, or every document (row)
     with all its supervised tokens together, however many."""
@@ -213,8 +218,9 @@ class ObjectiveSettings:
         check_range("unroll_decay", self.unroll_decay, above=0, high=1)
         check_range("lk_decay", self.lk_decay, low=0)
         check_range("loss_temperature", self.loss_temperature, above=0)
-        if self.teacher_top_k is not None:
-            check_range("teacher_top_k", self.teacher_top_k, low=1)
+        for name in ("teacher_top_k", "aim"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), low=1)
         for weight in self.step_weights or ():
             check_range("step_weights", weight, above=0)
             check_range("step_weights", weight, low=1e-6, high=1e6)  # others are lost in fp32
@@ -229,6 +235,7 @@ class ObjectiveSettings:
             lk_decay=self.lk_decay,
             top_k=self.teacher_top_k,
             temperature=self.loss_temperature,
+            aim=self.aim,
         )
 
     def weights(self, num_steps: int) -> tuple[float, ...]:

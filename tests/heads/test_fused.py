@@ -129,6 +129,36 @@ def test_an_output_head_for_each_step_equals_autograd_in_any_chunks(
             torch.testing.assert_close(grad(copy), grad(table), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_tv_with_an_aim_is_the_gradient_of_calls_per_token(
+    length: int, ref: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    """Against autograd through 1 / (1 + a_1 + a_1 a_2 + ...), where a step not valid ends it."""
+    hidden, output, teacher, _ = fused_inputs(ref, "reduced")
+    objective = Objective(terms=(("tv", 1.0),), aim=length)
+    weight = torch.ones(PREDICTED, STEPS, dtype=torch.float64)
+    weight[4, 1:], weight[2, 2] = 0, 0
+    mine, table = hidden.clone().requires_grad_(), output.clone().requires_grad_()
+    logits = full_logits(mine, table, teacher)
+    accept = losses.acceptance(logits, full_teacher(teacher, objective)) * weight
+    calls = 1 / (1 + accept[:, :length].cumprod(1).sum(1))
+    calls.sum().backward()
+    for chunk in (1 << 20, 300, 1):
+        monkeypatch.setattr(fused, "CHUNK_ELEMENTS", chunk)
+        again, copy = hidden.clone().requires_grad_(), output.clone().requires_grad_()
+        given = weight.clone()
+        fused.score_pairs(again, [copy], teacher, given, objective).loss.backward()
+        close(grad(again), grad(mine))
+        close(grad(copy), grad(table))
+        assert torch.equal(given, weight)
+
+
+def test_an_aim_needs_one_output_head(ref: ModuleType):
+    hidden, output, teacher, weight = fused_inputs(ref, "reduced")
+    with pytest.raises(ValueError, match="each draft step has an output head of its own"):
+        fused.score_pairs(hidden, [output] * STEPS, teacher, weight, Objective(aim=3))
+
+
 def test_output_heads_for_some_steps_only_are_refused(ref: ModuleType):
     hidden, output, teacher, weight = fused_inputs(ref, "eagle3")
     with pytest.raises(ValueError, match="2 output heads are given for 3 steps"):

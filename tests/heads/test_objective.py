@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.heads import slopes
 from outrider.heads.losses import OBJECTIVES, coarsen
-from outrider.heads.objective import Objective
+from outrider.heads.objective import Objective, saved_calls
 from outrider.heads.slopes import slope
 
 ROWS, STEPS, WIDTH = 5, 3, 9
@@ -186,3 +186,29 @@ def test_numbers_out_of_range_are_refused(field: str, value: float, said: str) -
     settings: dict[str, float] = {field: value}
     with pytest.raises(ValueError, match=said):
         Objective(**settings)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(("steps", "length"), [(3, 5), (1, 4), (3, 3), (5, 2), (2, 8)])
+def test_saved_calls_are_the_slope_of_calls_per_token(steps: int, length: int):
+    """Steps after the last accept like it, as constants; steps past the chain save nothing."""
+    torch.manual_seed(0)
+    accept = torch.rand(9, steps, dtype=torch.float64)
+    valid = (torch.rand(9, steps) > 0.2).double()
+    alive = (accept * valid).requires_grad_()
+    after = alive[:, -1:].detach().expand(-1, max(0, length - steps))
+    tau = 1 + torch.cat([alive, after], 1)[:, :length].cumprod(1).sum(1)
+    (1 / tau).sum().backward()
+    assert alive.grad is not None
+    found = saved_calls(accept, valid, length)
+    torch.testing.assert_close(found, -alive.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_hard_places_count_most_at_their_first_step():
+    hard, easy = saved_calls(torch.tensor([[0.1] * 3, [0.9] * 3]), torch.ones(2, 3), 5)
+    assert hard[0] > 3 * easy[0]
+    assert hard[2] < easy[2]
+
+
+def test_an_aim_below_one_is_refused():
+    with pytest.raises(ValueError, match="aim is 0; give the length of a chain"):
+        Objective(aim=0)
