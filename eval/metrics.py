@@ -86,6 +86,11 @@ DEFINITIONS: dict[str, str] = {
     "contexts that decoding reaches",
     "alpha_star": "the best that any exact rule could accept with the same draft law, over the "
     "same contexts",
+    "loss": "1 - alpha by cause, adding up: vocabulary (p outside the draft vocabulary), head (p "
+    "inside it that the widest draft's alpha* does not reach; with the vocabulary, 1 - alpha*), "
+    "shape (tree children left out), rule (alpha* - alpha)",
+    "ends": "why rounds end, adding up: a loss, undrafted (nothing drafted here above the plan's "
+    "depth; with shape, the tree's shape), text (its end), complete (every draft accepted)",
     "ceiling": "what a perfect head could accept with this draft vocabulary: p's mass inside it "
     "(or whether p's likeliest token is inside)",
     "c": "time of one draft step / time of one plain step of the target",

@@ -1,6 +1,6 @@
 """Intervals: prompts are what was sampled, so prompts are what is resampled.
 
-R prompts.
+R prompts, Q figures, S resamples.
 """
 
 import warnings
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import ndtr, ndtri
 from scipy.stats import bootstrap
 
 Floats = NDArray[np.float64]
@@ -55,6 +56,52 @@ def ratio_difference(
     """Pooled ratio of `a` less that of `b`; prompt i of one is prompt i of the other."""
     columns = _columns(*a, *b)
     return _bootstrap(columns, _pooled_difference, seed, confidence, resamples)
+
+
+def ratios(
+    top_RQ: ArrayLike,
+    bottom_RQ: ArrayLike,
+    *,
+    seed: int = 0,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+) -> list[Interval]:
+    """What `ratio` finds, for many figures of the same prompts at once.
+
+    All figures share the resampled prompts, so that hundreds cost little more than one. A figure
+    with nothing to divide by has the value NaN, and one of a single prompt no bounds. Raises
+    ValueError for tables of unlike shapes or no prompt.
+    """
+    top, bottom = np.asarray(top_RQ, dtype=np.float64), np.asarray(bottom_RQ, dtype=np.float64)
+    _check_tables(top, bottom)
+    weight_SR = _resampled(len(top), seed, resamples)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value_Q = _over(top.sum(0), bottom.sum(0))
+        drawn_SQ = _over(weight_SR @ top, weight_SR @ bottom)
+        left_RQ = _over(top.sum(0) - top, bottom.sum(0) - bottom)
+    return _bca(value_Q, drawn_SQ, left_RQ, confidence)
+
+
+def ratio_differences(
+    a: tuple[ArrayLike, ArrayLike],
+    b: tuple[ArrayLike, ArrayLike],
+    *,
+    seed: int = 0,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+) -> list[Interval]:
+    """What `ratio_difference` finds, for many figures of the same prompts at once."""
+    tables = [np.asarray(table, dtype=np.float64) for table in (*a, *b)]
+    _check_tables(*tables)
+    weight_SR = _resampled(len(tables[0]), seed, resamples)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = [table.sum(0) for table in tables]
+        drawn = [weight_SR @ table for table in tables]
+        left = [table.sum(0) - table for table in tables]
+        value_Q, drawn_SQ, left_RQ = (
+            _over(part[0], part[1]) - _over(part[2], part[3]) for part in (whole, drawn, left)
+        )
+    return _bca(value_Q, drawn_SQ, left_RQ, confidence)
 
 
 def mean_quotient(
@@ -147,3 +194,56 @@ def _bootstrap(
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(drawn, [tail, 1 - tail])
     return Interval(point, float(low), float(high))
+
+
+def _check_tables(*tables: Floats) -> None:
+    shapes = {table.shape for table in tables}
+    if len(shapes) != 1 or tables[0].ndim != 2 or len(tables[0]) == 0:
+        raise ValueError(
+            f"tables of prompts by figures have shapes {sorted(shapes)}; give one row a prompt, "
+            "for the same prompts and figures, and at least one prompt"
+        )
+
+
+def _resampled(num_prompts: int, seed: int, resamples: int) -> Floats:
+    """How often each prompt is in each resample, [S, R]: scipy's own draws for this seed."""
+    rng = np.random.default_rng(seed)
+    index_SR = rng.integers(0, num_prompts, (resamples, num_prompts))
+    place_SR = index_SR + num_prompts * np.arange(resamples)[:, None]
+    count = np.bincount(place_SR.ravel(), minlength=resamples * num_prompts)
+    return count.reshape(resamples, num_prompts).astype(np.float64)
+
+
+def _over(top: Floats, bottom: Floats) -> Floats:
+    # What is left of a sum of like terms may be rounding instead of zero.
+    return np.where(np.abs(bottom) > 1e-9, top / bottom, np.nan)
+
+
+def _bca(value_Q: Floats, drawn_SQ: Floats, left_RQ: Floats, confidence: float) -> list[Interval]:
+    """Bias-corrected and accelerated bounds (Efron 1987); percentiles where those do not exist."""
+    if len(left_RQ) < 2:
+        return [Interval(float(value), np.nan, np.nan) for value in value_Q]
+    tail = (1 - confidence) / 2
+    below_Q = ((drawn_SQ < value_Q).mean(0) + (drawn_SQ <= value_Q).mean(0)) / 2
+    pull_RQ = (len(left_RQ) - 1) * (left_RQ.mean(0) - left_RQ)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speed_Q = (pull_RQ**3).sum(0) / (6 * (pull_RQ**2).sum(0) ** 1.5)
+        shift_Q = ndtri(below_Q)
+        bounds = [_moved(shift_Q, speed_Q, z) for z in ndtri([tail, 1 - tail])]
+    found: list[Interval] = []
+    for q, value in enumerate(value_Q):
+        drawn_S = drawn_SQ[:, q]
+        places = [float(bound[q]) for bound in bounds]
+        if np.isnan(drawn_S).any() or np.isnan(places).any():
+            drawn_S, places = drawn_S[~np.isnan(drawn_S)], [tail, 1 - tail]
+        if np.isnan(value) or not len(drawn_S):
+            found.append(Interval(float(value), np.nan, np.nan))
+            continue
+        low, high = np.quantile(drawn_S, places)
+        found.append(Interval(float(value), float(low), float(high)))
+    return found
+
+
+def _moved(shift_Q: Floats, speed_Q: Floats, z: float) -> Floats:
+    """The quantile to read a bound at, for the normal quantile z."""
+    return ndtr(shift_Q + (shift_Q + z) / (1 - speed_Q * (shift_Q + z)))

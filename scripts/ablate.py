@@ -25,10 +25,11 @@ from outrider.data.files import write_whole
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
-from outrider.eval.offline.evaluate import evaluate, table
+from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import hash_texts, read_texts
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.report.provenance import file_hashes, provenance
+from outrider.eval.report.tables import table
 from outrider.eval.trees.plans import plan_named
 from outrider.heads import DraftHead
 from outrider.scripts.compare_heads import run_notes

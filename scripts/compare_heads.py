@@ -20,9 +20,10 @@ import tyro
 
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
-from outrider.eval.offline.evaluate import evaluate, table
+from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.report.page import write_report
 from outrider.eval.report.provenance import file_hashes
+from outrider.eval.report.tables import table
 from outrider.eval.trees.plans import plan_named
 from outrider.scripts.eval_command import demo_trace
 
@@ -82,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for temperature in settings.temperatures
     }
     evaluation = evaluate(target, heads, traces, settings.drafts)
-    first = next(iter(heads))
-    looked_up = evaluate(target, {first: heads[first]}, traces, [settings.lookup])
+    looked_up = evaluate(target, {}, traces, [settings.lookup])
     for result in looked_up["results"]:
         evaluation["results"].append({**result, "head": "prompt lookup"})
     print(table(evaluation))

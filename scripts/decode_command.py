@@ -24,7 +24,7 @@ from outrider.eval.metrics import count
 from outrider.eval.names import Run, names_table, reconcile
 from outrider.eval.policies.named import policy_named
 from outrider.eval.rules import rule_named
-from outrider.eval.trees.plans import ChainPlan, LookupPlan, is_drawn, plan_named
+from outrider.eval.trees.plans import ChainPlan, LookupPlan, SuffixPlan, is_drawn, plan_named
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -172,7 +172,7 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
     policy = None if settings.policy is None else policy_named(settings.policy)
     if policy is not None:
         plan = ChainPlan(policy.most)
-    if isinstance(plan, LookupPlan):
+    if isinstance(plan, LookupPlan | SuffixPlan):
         return drafter_by(plan, None)
     if settings.head is None:
         return None

@@ -1,7 +1,7 @@
-"""`outrider eval`: exact acceptance of exported heads on the target's text, without decoding."""
+"""`outrider eval`: exact acceptance of drafters on the target's text, without decoding."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,17 +9,20 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from outrider.data.files import cache_root
+from outrider.data.files import cache_root, write_whole
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
+from outrider.eval.drafters.model import DraftModel, draft_model
 from outrider.eval.link import check_mode, judged_head
 from outrider.eval.metrics import DEFINITIONS
-from outrider.eval.offline.evaluate import evaluate, table
+from outrider.eval.offline.drafted import is_text_draft, scored_plan
+from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import hash_texts, read_texts
-from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.offline.traces import FORMAT, Trace, build_trace
 from outrider.eval.report.page import write_report
 from outrider.eval.report.provenance import file_hashes
-from outrider.eval.trees.plans import plan_named
+from outrider.eval.report.tables import losses, markdown, table
+from outrider.eval.trees.plans import expand
 from outrider.heads import DraftHead
 
 _DEMO = "demo:heldout"
@@ -27,19 +30,30 @@ _DEMO = "demo:heldout"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Which heads, on which text, with which drafts."""
+    """Which drafters, on which text, with which drafts."""
 
     target: str
     """smollm2-demo, a Hub id, or a local folder."""
 
-    head: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    head: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Folder of an exported head of any kind, or in speculators' layout; repeat to compare."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Draft model with the target's tokenizer: a folder, a Hub id, or layers:N for the target's own
+    first N layers; repeat to compare. It drafts the chains of --draft."""
 
     trace: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Folder of a trace, or demo:heldout (what is used when left out); repeat for several."""
 
     draft: tuple[str, ...] = ("chain:1", "chain:2", "chain:3", "chain:4", "chain:5", "tree:4,4,16")
-    """Draft plans: chain:LENGTH, tree:DEPTH,WIDTH,NODES, static:FILE, lookup:LENGTH,NGRAM."""
+    """Draft plans: chain:LENGTH, tree:DEPTH,WIDTH,NODES, static:FILE, lookup:LENGTH,NGRAM,
+    suffix:LENGTH,MATCH; chain:1-8 is every length up to 8, in one pass."""
+
+    tree_texts: int | None = None
+    """Score trees on so many whole texts of each trace, drawn at random with --seed."""
+
+    off_policy: bool = False
+    """Score text that is not the target's own, too; the figures are then not those of decoding."""
 
     temperature: tuple[float, ...] = (0.0, 1.0)
     """For demo:heldout: temperatures whose text is used, of 0 and 1."""
@@ -48,26 +62,38 @@ class EvalSettings:
     """For demo:heldout: use the first so many prompts of each kind."""
 
     rule: str | None = None
-    """For sampled text: rejection (chains), match or point_mass; by default rejection for chains
-    and match for trees. Greedy text has one rule."""
+    """For sampled text: rejection or block (chains), match or point_mass; by default rejection for
+    chains and match for trees. Greedy text has one rule."""
 
     out: Path | None = None
     """Write this .json file, and a page with plots beside it."""
 
+    markdown: Path | None = None
+    """Write the tables in Markdown to this file."""
+
     seed: int = 0
-    """Of the intervals' bootstrap."""
+    """Of the intervals' bootstrap, and of the choice of --tree-texts."""
 
     def __post_init__(self) -> None:
-        if not self.head:
-            raise ValueError("no head given; name the folder of an exported head with --head")
-        for draft in self.draft:
-            plan_named(draft)
+        is_text = [is_text_draft(draft) for draft in self.drafts if scored_plan(draft)]
+        if not self.head and not self.model and not any(is_text):
+            raise ValueError(
+                "no head given; name the folder of an exported head with --head, a draft model "
+                "with --model, or a draft of the text alone: lookup:LENGTH or suffix:LENGTH"
+            )
+        if self.tree_texts is not None and self.tree_texts < 1:
+            raise ValueError(f"tree_texts is {self.tree_texts}; score 1 or more")
         if self.out is not None and self.out.suffix != ".json":
             raise ValueError(f"out is {self.out}; name a file that ends in .json")
 
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """The draft plans with ranges of lengths written out."""
+        return expand(self.draft)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Score heads and print the table."""
+    """Score drafters and print the tables."""
     settings = tyro.cli(
         EvalSettings, args=argv, prog="outrider eval", config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -77,19 +103,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     for folder in settings.head:
         for name, trace in traces.items():
             check_mode(folder, trace.template_options, name)
-    result = evaluate(target, heads, traces, settings.draft, rule=settings.rule, seed=settings.seed)
+    models = {name: draft_model(name, target) for name in settings.model}
+    result = evaluate(
+        target,
+        heads | named_models(models),
+        traces,
+        settings.drafts,
+        rule=settings.rule,
+        seed=settings.seed,
+        tree_texts=settings.tree_texts,
+    )
     print(table(result))
+    print(f"\nof judged drafts, accepted and lost; a row adds up to 1\n{losses(result)}\n")
     for one in result["differences"]:
         tau = one["tau"]
         print(
             f"{one['head']} less {one['against']}, {one['trace']}, {one['draft']}: tau "
             f"{tau['value']:+.3f} [{tau['low']:+.3f}, {tau['high']:+.3f}]"
         )
+    if settings.markdown is not None:
+        write_whole(settings.markdown, markdown(result))
     for name in ("tau", "alpha", "alpha_star", "survival"):
         print(f"{name}: {DEFINITIONS[name]}")
     if settings.out is not None:
         title = f"Acceptance on {settings.target}"
-        notes = _notes(settings, target)
+        notes = _notes(settings, target, models)
         paths = write_report(settings.out, {"evaluation": result}, notes=notes, title=title)
         print(f"{paths.json} and {paths.html}")
 
@@ -106,6 +144,12 @@ def short_names(folders: Sequence[str], *, parts: int) -> dict[str, str]:
     return short if len(set(short.values())) == len(short) else {one: one for one in folders}
 
 
+def named_models(models: Mapping[str, DraftModel]) -> dict[str, DraftHead | DraftModel]:
+    """Draft models by a short name."""
+    names = short_names(list(models), parts=2)
+    return {names[name]: model for name, model in models.items()}
+
+
 def _open_traces(
     settings: EvalSettings, target: Target, heads: dict[str, DraftHead]
 ) -> dict[str, Trace]:
@@ -117,7 +161,7 @@ def _open_traces(
                 found = demo_trace(target, heads.values(), temperature, settings.per_kind)
                 traces[f"{name}, T={temperature:g}"] = found
         else:
-            traces[names[name]] = Trace(Path(name))
+            traces[names[name]] = Trace(Path(name), allow_off_policy=settings.off_policy)
     return traces
 
 
@@ -128,16 +172,20 @@ def demo_trace(
     sampling = Sampling(temperature=temperature)
     texts = read_texts(_DEMO, sampling, per_kind=per_kind)
     layers = sorted({layer for head in heads for layer in head.config.aux_layers})
-    key = hashlib.sha256(f"{target.fingerprint()} {layers} {hash_texts(texts)}".encode())
+    made_from = f"{target.fingerprint()} {layers} {hash_texts(texts)} format {FORMAT}"
+    key = hashlib.sha256(made_from.encode())
     folder = cache_root() / "traces" / f"demo-heldout-t{temperature:g}-{key.hexdigest()[:12]}"
     return build_trace(target, texts, folder, sampling=sampling, layers=layers)
 
 
-def _notes(settings: EvalSettings, target: Target) -> dict[str, Any]:
+def _notes(
+    settings: EvalSettings, target: Target, models: Mapping[str, DraftModel]
+) -> dict[str, Any]:
     shown = asdict(settings)
     return {
         "target": {"name": target.name, "hash": target.fingerprint()},
         "heads": {folder: file_hashes(Path(folder)) for folder in settings.head},
+        "models": {name: one.model.fingerprint() for name, one in models.items()},
         "settings": {key: str(value) for key, value in shown.items() if key != "out"},
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

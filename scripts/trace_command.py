@@ -38,7 +38,9 @@ class TraceSettings:
     """Folder of the trace."""
 
     text: str | None = None
-    """Answered rows (prompt_ids, answer_ids): demo:heldout or a file of outrider generate."""
+    """Answered rows: demo:heldout, a file of outrider generate (prompt_ids, answer_ids), or a
+    server's log with token ids: vLLM's OpenAI replies asked with return_token_ids, its
+    RequestOutputs, or SGLang's input_ids and output_ids."""
 
     prompts: str | None = None
     """Instead of text: prompts for the target to answer first, as for outrider generate."""
@@ -57,6 +59,9 @@ class TraceSettings:
 
     device: str = "cpu"
     """Where the target runs: cpu, cuda, cuda:1 ..."""
+
+    off_policy: bool = False
+    """Trace text that is not the target's own at this sampling, too; the trace says so."""
 
     sampling: Sampling = field(default_factory=Sampling)
     decoding: Decoding = field(default_factory=Decoding)
@@ -101,9 +106,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling=settings.sampling,
         layers=settings.layers or default_layers(target.num_layers),
         seed=seed,
+        allow_off_policy=settings.off_policy,
     )
     print(f"{settings.out}: {len(trace)} rows, {sampling_text(trace.sampling)}")
-    print(f"the text is the target's own: {trace.policy.text()}")
+    whose = "is NOT the target's own" if trace.policy.is_off else "is the target's own"
+    print(f"the text {whose}: {trace.policy.text()}")
 
 
 def claim_answers(settings: TraceSettings, target: Target, requests: Sequence[Request]) -> None:

@@ -24,6 +24,7 @@ from outrider.eval.trees.plans import (
     LikeliestPlan,
     LookupPlan,
     Plan,
+    SuffixPlan,
     TreePlan,
     is_drawn,
 )
@@ -42,7 +43,7 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, plan: Plan, *, temperature: float = 0.0) -> None:
         # One epsilon with the text's: what is greedy there draws nothing here.
         temperature = 0.0 if temperature < GREEDY_BELOW else temperature
-        if isinstance(plan, LookupPlan):
+        if isinstance(plan, LookupPlan | SuffixPlan):
             raise ValueError(f"plan is {plan.label}, which no head drafts; use drafter_by")
         if temperature and not is_drawn(plan):
             raise ValueError(

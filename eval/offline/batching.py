@@ -9,10 +9,17 @@ from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.offline.traces import Trace, TraceRow
 from outrider.eval.rules import rule_named
-from outrider.heads import DraftHead
 
 _BATCH_TOKENS = 4096
 _SCORED = ("greedy", "rejection", "match", "point_mass", "one_coin")
+_OF_ONE_DRAFT = {
+    "iid": "rejection",
+    "without": "rejection",
+    "k_sequential": "rejection",
+    "hybrid": "rejection",
+    "traversal": "block",
+}
+"""What rules of drawn trees are on a chain, which has one draft a node."""
 
 
 def check_rule(rule: str | None, sampling: Sampling) -> str:
@@ -26,8 +33,9 @@ def check_rule(rule: str | None, sampling: Sampling) -> str:
         )
     if rule not in _SCORED:
         raise ValueError(
-            f"rule {rule!r} cannot be scored from a trace yet; choose one of {', '.join(_SCORED)}, "
-            "or decode with it"
+            f"rule {rule!r} judges drawn siblings or whole drawn chains, whose rounds the text alone "
+            f"does not tell here; choose one of {', '.join(_SCORED)} (for chains of outrider eval "
+            "block, too), or measure it with outrider decode"
         )
     return rule
 
@@ -42,12 +50,28 @@ def check_match(trace: Trace, target: Target) -> None:
         )
 
 
+def check_chain_rule(rule: str | None, sampling: Sampling) -> str:
+    """The rule to judge a chain by; ValueError when it does not fit the sampling."""
+    if rule in _OF_ONE_DRAFT:
+        rule = _OF_ONE_DRAFT[rule]
+    if rule == "block":  # drawn and above temperature 0 like rejection, but of whole chains
+        check_rule("rejection", sampling)
+        return rule
+    return check_rule(rule, sampling)
+
+
+def check_lengths(lengths: Sequence[int]) -> int:
+    """The longest of some chain lengths; ValueError when there is none, or one below 1."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths is {list(lengths)}; give chain lengths of 1 or more")
+    return max(lengths)
+
+
 def batches(
-    trace: Trace, head: DraftHead, rows: Sequence[int] | None = None
+    trace: Trace, layers: Sequence[int], rows: Sequence[int] | None = None
 ) -> Iterator[list[TraceRow]]:
-    """Rows of like length, a few thousand padded tokens at a time."""
+    """Rows of like length with these layers' states, a few thousand padded tokens at a time."""
     chosen = sorted(range(len(trace)) if rows is None else rows, key=lambda i: trace.lengths[i])
-    layers = head.config.aux_layers
     group: list[int] = []
     for index in [*chosen, None]:
         full = index is None or (len(group) + 1) * trace.lengths[index] > _BATCH_TOKENS

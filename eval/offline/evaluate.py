@@ -6,60 +6,84 @@ from typing import Any
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.metrics import refuse_lossy
-from outrider.eval.offline.chain import score_chain
-from outrider.eval.offline.lookup import score_lookup
-from outrider.eval.offline.scores import Score, difference, summary
+from outrider.eval.drafters.model import DraftModel
+from outrider.eval.offline.drafted import is_text_draft, score_drafts, some_rows
+from outrider.eval.offline.scores import Score, as_json, differences
+from outrider.eval.offline.summary import summary
 from outrider.eval.offline.traces import Trace
-from outrider.eval.offline.tree import score_tree
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, plan_named
 from outrider.heads import DraftHead
+
+TEXT = "text alone"
+"""Name of the drafter that reads the text alone, by prompt lookup or suffix."""
 
 
 def evaluate(
     target: Target,
-    heads: Mapping[str, DraftHead],
+    heads: Mapping[str, DraftHead | DraftModel],
     traces: Mapping[str, Trace],
     drafts: Sequence[str],
     *,
     rule: str | None = None,
     seed: int = 0,
+    tree_texts: int | None = None,
 ) -> dict[str, Any]:
-    """Score every head with every draft on every trace; ready for JSON and for the report.
+    """Score every drafter with its drafts on every trace; ready for JSON and for the report.
 
     Args:
         target: The target that the traces are of.
-        heads: Heads by display name, attached to the target's tables.
+        heads: Heads, attached to the target's tables, and draft models, by display name.
         traces: Traces by display name.
-        drafts: Draft plans, such as chain:3 or tree:4,4,16.
-        rule: Verification rule for sampled text; by default rejection for chains and point_mass
-            for trees. Greedy text is always judged by the greedy rule.
-        seed: Of the bootstrap.
+        drafts: Draft plans, such as chain:3 or tree:4,4,16; lookups and suffixes are scored once,
+            as those of `TEXT`.
+        rule: Verification rule for sampled text; by default rejection for chains and match for
+            trees. Greedy text is always judged by the greedy rule.
+        seed: Of the bootstrap, and of the choice of `tree_texts`.
+        tree_texts: Score trees on so many whole texts, drawn at random; all by default.
+
+    Results on off-policy text, where a trace was opened with leave to be so, say so. Raises
+    ValueError where nothing drafts and for drafts without an offline score.
     """
     results: list[dict[str, Any]] = []
-    differences: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    drafters: dict[str, DraftHead | DraftModel | None] = dict(heads)
+    if any(is_text_draft(draft) for draft in drafts):
+        drafters[TEXT] = None
+    if not drafters:
+        raise ValueError("nothing drafts: give a head, a draft model, or a draft of the text alone")
     for trace_name, trace in traces.items():
+        tree_rows = some_rows(trace, tree_texts, seed)
         scored: dict[str, dict[str, Score]] = {}
-        for name, head in heads.items():
+        for name, drafter in drafters.items():
             begun = time.perf_counter()
-            scored[name] = _score_all(head, trace, target, drafts, rule)
-            seconds = time.perf_counter() - begun
+            scored[name] = score_drafts(
+                drafter, trace, target, drafts, rule=rule, tree_rows=tree_rows
+            )
+            seconds = (time.perf_counter() - begun) / max(1, len(scored[name]))
             results += [
                 {
                     "head": name,
                     "trace": trace_name,
                     "sampling": sampling_text(trace.sampling),
-                    "seconds": seconds / len(drafts),
+                    "off_policy": trace.policy.is_off,
+                    "subset": _subset(score, trace, seed),
+                    "seconds": seconds,
                     **summary(score, seed=seed),
                 }
                 for score in scored[name].values()
             ]
-        differences += _differences(trace_name, scored, seed)
+        found += _differences(trace_name, scored, seed)
     return {
         "traces": {name: describe(trace) for name, trace in traces.items()},
         "results": results,
-        "differences": differences,
+        "differences": found,
     }
+
+
+def _subset(score: Score, trace: Trace, seed: int) -> dict[str, int] | None:
+    """Which part of the trace was scored; None for all of it."""
+    if len(score.row_ids) == len(trace):
+        return None
+    return {"texts": len(score.row_ids), "of": len(trace), "seed": seed}
 
 
 def sampling_text(sampling: Sampling) -> str:
@@ -93,63 +117,14 @@ def describe(trace: Trace) -> dict[str, Any]:
         "prompts": len(trace),
         "kinds": {kind: trace.kinds.count(kind) for kind in sorted(set(trace.kinds))},
         "on_policy": trace.policy.text(),
+        "off_policy": trace.policy.is_off,
     }
-
-
-def table(evaluation: Mapping[str, Any]) -> str:
-    """The results as lines of text, a row per head, trace and draft."""
-    columns = ("head", "text", "draft", "tau [95%]", "alpha", "alpha*", "survival by position")
-    rows = [columns]
-    refuse_lossy(evaluation["results"])
-    for result in evaluation["results"]:
-        tau = result["tau"]
-        rows.append(
-            (
-                result["head"],
-                result["sampling"],
-                result["draft"],
-                f"{tau['value']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]",
-                f"{result['alpha']['value']:.3f}",
-                f"{result['alpha_star']['value']:.3f}",
-                " ".join(f"{depth['value']:.3f}" for depth in result["survival"]),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _score_all(
-    head: DraftHead, trace: Trace, target: Target, drafts: Sequence[str], rule: str | None
-) -> dict[str, Score]:
-    plans = {draft: plan_named(draft) for draft in drafts}
-    lengths = [plan.length for plan in plans.values() if isinstance(plan, ChainPlan)]
-    rule = None if trace.sampling.is_greedy else rule
-    scored: dict[str, Score] = {}
-    if lengths:
-        chains = score_chain(head, trace, target, lengths=lengths, rule=rule)
-        scored = {score.draft: score for score in chains.values()}
-    for draft, plan in plans.items():
-        if isinstance(plan, DrawnPlan):
-            raise ValueError(
-                f"draft is {draft!r}; drawn trees are measured by decoding, with outrider decode "
-                "or bench: score a chain, a tree or a static tree here"
-            )
-        if isinstance(plan, LookupPlan):
-            lookup_rule = None if rule == "rejection" else rule
-            scored[draft] = score_lookup(trace, target, plan, rule=lookup_rule)
-        elif not isinstance(plan, ChainPlan):
-            tree_rule = None if rule == "rejection" else rule
-            scored[draft] = score_tree(head, trace, target, plan, rule=tree_rule)
-    return {draft: scored[draft] for draft in drafts}
 
 
 def _differences(
     trace: str, scored: Mapping[str, Mapping[str, Score]], seed: int
 ) -> list[dict[str, Any]]:
-    """Every later head against the first, draft by draft, paired by prompt."""
+    """Every later drafter against the first, draft by draft and kind by kind, paired by prompt."""
     first, *others = scored
     return [
         {
@@ -157,8 +132,19 @@ def _differences(
             "draft": draft,
             "head": other,
             "against": first,
-            "tau": difference(scored[other][draft], scored[first][draft], seed=seed)._asdict(),
+            **_difference(scored[other][draft], scored[first][draft], seed),
+            "by_kind": {
+                kind: _difference(
+                    scored[other][draft].subset(kind), scored[first][draft].subset(kind), seed
+                )
+                for kind in sorted(set(scored[first][draft].kinds))
+            },
         }
         for other in others
         for draft in scored[other]
+        if draft in scored[first]
     ]
+
+
+def _difference(a: Score, b: Score, seed: int) -> dict[str, Any]:
+    return {name: as_json(one) for name, one in differences(a, b, seed=seed).items()}

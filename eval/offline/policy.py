@@ -76,8 +76,9 @@ class OnPolicy:
             raise ValueError(
                 f"the text of {where} is not this target's own at this sampling ({self.text()}; "
                 f"allowed: {_MAX_MISMATCH_SHARE:.1%} not the argmax, |z| up to {_MAX_Z}, none "
-                "impossible); state the sampling it was drawn with, or let the target answer the "
-                "prompts anew with outrider generate"
+                "impossible); state the sampling it was drawn with, let the target answer the "
+                "prompts anew with outrider generate, or measure it as foreign text with "
+                "--off-policy"
             )
 
 

@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.data.options import state_options
 from outrider.data.sampling import Sampling
 from outrider.data.sources import records
+from outrider.eval.offline.logs import answered, is_drawn_with
 
 
 class Text(NamedTuple):
@@ -26,8 +27,8 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
     """Answers that were drawn with this sampling; rows that say another one are passed over.
 
     Args:
-        source: demo:heldout, or rows with prompt_ids and answer_ids as `outrider generate` makes.
-        sampling: A row says its own as `sampling` or `temperature`; one that says none is taken.
+        source: demo:heldout, or rows with ids in a form of `outrider.eval.offline.logs`.
+        sampling: A row may say its own; one that says none is taken.
         per_kind: Use the first so many prompts of each kind.
     """
     texts: list[Text] = []
@@ -36,33 +37,28 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
     for number, record in enumerate(records(source), start=1):
         if isinstance(record, str):
             raise ValueError(f"{source} row {number} is {record}; mend or remove it")
-        if not _is_drawn_with(record, sampling):
-            continue
-        if not record.get("prompt_ids") or not record.get("answer_ids"):
-            raise ValueError(
-                f"{source} row {number} has no prompt_ids or no answer_ids; a trace needs the very "
-                "ids that the target drew: let it answer with outrider generate"
-            )
-        kind = str(record.get("kind") or "all")
-        if per_kind is None or used[kind] < per_kind:
-            used[kind] += 1
-            name = str(record.get("id", f"row-{number:06d}"))
-            ids = (list(record["prompt_ids"]), list(record["answer_ids"]))
-            mode = state_options(record.get("template_options") or {})
-            texts.append(Text(name, kind, *ids, template_options=mode))
+        for row in answered(record):
+            if not is_drawn_with(row, sampling):
+                continue
+            if not row.get("prompt_ids") or not row.get("answer_ids"):
+                raise ValueError(
+                    f"{source} row {number} has no prompt_ids or no answer_ids; a trace needs the "
+                    "very ids that the target drew: let it answer with outrider generate, or log a "
+                    'server\'s replies with "return_token_ids": true'
+                )
+            kind = str(row.get("kind") or "all")
+            if per_kind is None or used[kind] < per_kind:
+                used[kind] += 1
+                name = str(row.get("id", f"row-{number:06d}"))
+                ids = (list(row["prompt_ids"]), list(row["answer_ids"]))
+                mode = state_options(row.get("template_options") or {})
+                texts.append(Text(name, kind, *ids, template_options=mode))
     if not texts:
         raise ValueError(
             f"{source} has {number} rows but none drawn with {sampling}; state the sampling of the "
             "text, or let the target answer with outrider generate"
         )
     return texts
-
-
-def _is_drawn_with(record: Mapping[str, Any], sampling: Sampling) -> bool:
-    stated = record.get("sampling")
-    if isinstance(stated, Mapping):
-        return Sampling.from_record(stated) == sampling
-    return record.get("temperature", sampling.temperature) == sampling.temperature
 
 
 def check_texts(texts: Sequence[Text], vocab_size: int) -> None:

@@ -6,7 +6,7 @@ size, V vocabulary, M most likely tokens.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +21,12 @@ from tqdm import tqdm
 from outrider.data.files import locked, write_whole
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.offline.contexts import Place, target_law
-from outrider.eval.offline.policy import OnPolicy, check_text
+from outrider.eval.offline.policy import OnPolicy
+from outrider.eval.offline.recorded import answer_law, groups
 from outrider.eval.offline.texts import Text, check_texts, hash_texts
 
-FORMAT = 1
+FORMAT = 2
 _SHARD_ROWS = 16
-_BATCH_TOKENS = 2048
-_CHUNK = 128
-_LIKELIEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +63,11 @@ class TraceRow(NamedTuple):
     aux_TF: Tensor
     last_TH: Tensor
     log_normaliser_N: Tensor
+    """Logarithm of the sum of exp(raw logit)."""
     logprob_N: Tensor
+    """Of the answer token under the processed law."""
     entropy_N: Tensor
+    """Nats of the processed law; of greedy text, of the raw law at temperature 1."""
     top_ids_NM: Tensor
     top_logits_NM: Tensor
 
@@ -80,8 +80,11 @@ class TraceRow(NamedTuple):
 class Trace:
     """Rows of a finished trace folder, read when asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open a folder; ValueError when it is not a finished trace of this format."""
+    def __init__(self, folder: Path, *, allow_off_policy: bool = False) -> None:
+        """Open a folder; ValueError when it is not a finished trace of this format.
+
+        So for a trace of text that is not the target's own, unless `allow_off_policy`.
+        """
         meta = _read_meta(folder)
         if meta is None or "policy" not in meta:
             raise ValueError(
@@ -100,6 +103,8 @@ class Trace:
         self.template_options: tuple[str, ...] = tuple(meta.get("template_options", ()))
         """Modes of the chat template that the text states, by `state_options`; none if unknown."""
         self.policy = OnPolicy(**meta["policy"])
+        if not allow_off_policy:
+            self.policy.refuse_off_policy(str(folder))
         self.sampling = Sampling.from_record(self.info.sampling)
         self._rows: list[dict[str, Any]] = meta["rows"]
         self.row_ids = tuple(row["row_id"] for row in self._rows)
@@ -162,12 +167,14 @@ def build_trace(
     sampling: Sampling,
     layers: Sequence[int],
     seed: int | None = None,
+    allow_off_policy: bool = False,
 ) -> Trace:
     """Run the target once over its own text and store what scoring needs.
 
     A finished folder with the same inputs is reused, an unfinished one is continued. ValueError
     when the folder holds another trace, or when the text did not come from this target at this
-    sampling (then every figure scored on it would be wrong).
+    sampling: every figure scored on it would be that of no decoding. With `allow_off_policy` such
+    text is traced, and the trace says so.
     """
     check_texts(texts, target.vocab_size)
     info = TraceInfo(
@@ -185,16 +192,21 @@ def build_trace(
         "rows": [_row_meta(text) for text in texts],
         "template_options": sorted({text.template_options for text in texts}),
     }
-    if _is_finished(folder, meta["info"]):
-        return Trace(folder)
-    with locked(folder / ".lock"):
-        if not _is_finished(folder, meta["info"]):
-            _finish(target, texts, folder, info, meta)
-    return Trace(folder)
+    if not _is_finished(folder, meta["info"]):
+        with locked(folder / ".lock"):
+            if not _is_finished(folder, meta["info"]):
+                _finish(target, texts, folder, info, meta, allow_off_policy=allow_off_policy)
+    return Trace(folder, allow_off_policy=allow_off_policy)
 
 
 def _finish(
-    target: Target, texts: Sequence[Text], folder: Path, info: TraceInfo, meta: dict[str, Any]
+    target: Target,
+    texts: Sequence[Text],
+    folder: Path,
+    info: TraceInfo,
+    meta: dict[str, Any],
+    *,
+    allow_off_policy: bool,
 ) -> None:
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     policies = []
@@ -206,7 +218,8 @@ def _finish(
         with safe_open(shard, "pt") as file:
             policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
     policy = sum(policies[1:], policies[0])
-    policy.refuse_off_policy(str(folder))
+    if not allow_off_policy:
+        policy.refuse_off_policy(str(folder))
     write_whole(folder / "meta.json", json.dumps({**meta, "policy": asdict(policy)}, indent=1))
 
 
@@ -216,7 +229,7 @@ def _write_shard(
     sampling = Sampling.from_record(info.sampling)
     tensors: dict[str, Tensor] = {}
     policy = OnPolicy(is_greedy=sampling.is_greedy)
-    for group in _groups([len(text.prompt_ids) + len(text.answer_ids) for text in texts]):
+    for group in groups([len(text.prompt_ids) + len(text.answer_ids) for text in texts]):
         rows = [texts[i] for i in group]
         lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
         ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
@@ -228,7 +241,7 @@ def _write_shard(
         for b, (index, row) in enumerate(zip(group, rows, strict=True)):
             ids_T = ids_BT[b, : lengths[b]]
             last_TH = last_BTH[b, : lengths[b]]
-            parts, found = _law(target, ids_T, last_TH, len(row.prompt_ids), sampling)
+            parts, found = answer_law(target, ids_T, last_TH, len(row.prompt_ids), sampling)
             parts |= {"ids_T": ids_T, "aux_TF": aux_BTF[b, : lengths[b]]}
             parts |= {"last_TH": last_TH}
             name = start + index
@@ -236,44 +249,6 @@ def _write_shard(
             policy += found
     save_file(tensors, path.with_suffix(".tmp"), {"policy": json.dumps(asdict(policy))})
     path.with_suffix(".tmp").replace(path)
-
-
-def _law(
-    target: Target, ids_T: Tensor, last_TH: Tensor, prompt_length: int, sampling: Sampling
-) -> tuple[dict[str, Tensor], OnPolicy]:
-    """Per answer token, what the target's law said; a chunk of [N, V] at a time."""
-    num = len(ids_T) - prompt_length
-    chunks: list[dict[str, Tensor]] = []
-    policy = OnPolicy(is_greedy=sampling.is_greedy)
-    for first in range(0, num, _CHUNK):
-        places_N = torch.arange(first, min(first + _CHUNK, num)) + prompt_length
-        places = [Place(ids_T, position, prompt_length) for position in places_N.tolist()]
-        logits_NV, probs_NV = target_law(target, last_TH[places_N - 1], places, sampling)
-        ids_N = ids_T[places_N]
-        policy += check_text(logits_NV, probs_NV, ids_N, target.dtype, sampling)
-        top = logits_NV.topk(min(_LIKELIEST, logits_NV.shape[-1]), dim=-1)
-        chunks.append(
-            {
-                "log_normaliser_N": logits_NV.logsumexp(-1),
-                "logprob_N": probs_NV.gather(-1, ids_N[:, None])[:, 0].log(),
-                "entropy_N": torch.special.entr(probs_NV).sum(-1),
-                "top_ids_NM": top.indices,
-                "top_logits_NM": top.values,
-            }
-        )
-    return {key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]}, policy
-
-
-def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows of like length, few enough that a padded batch stays small."""
-    group: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if group and (len(group) + 1) * lengths[i] > _BATCH_TOKENS:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
 
 
 def _is_finished(folder: Path, info: dict[str, Any]) -> bool:

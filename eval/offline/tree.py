@@ -13,15 +13,13 @@ from torch import Tensor
 
 from outrider.data.target import Target
 from outrider.eval.offline.batching import batches, check_match, check_rule, side_by_side
-from outrider.eval.offline.chain import in_order
 from outrider.eval.offline.contexts import DraftVocabulary
-from outrider.eval.offline.scores import Score, join
+from outrider.eval.offline.scores import Score, in_order, join
 from outrider.eval.offline.traces import Trace, TraceRow
-from outrider.eval.offline.walks import Walk, score_walks
+from outrider.eval.offline.walks import Drafted, Walk, score_walks
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.growth import Growth
 from outrider.eval.trees.plans import LikeliestPlan
-from outrider.eval.trees.tree import Tree
 from outrider.heads import DraftHead, HeadCache
 
 _CHUNK = 128
@@ -44,12 +42,10 @@ def score_tree(
         raise ValueError(f"rule {rule!r} judges drawn chains; for a tree use match or point_mass")
     check_match(trace, target)
     parts = []
-    for batch in batches(trace, head, rows):
-        walks = [Walk(row) for row in batch]
+    for batch in batches(trace, head.config.aux_layers, rows):
+        walks = [Walk(row, plan.depth) for row in batch]
         _walk_all(head, walks, plan)
-        parts.append(
-            score_walks(DraftVocabulary.of(head), walks, target, trace.sampling, plan, rule)
-        )
+        parts.append(score_walks(DraftVocabulary.of(head), walks, target, trace, plan, rule))
     wanted = [trace.row_ids[i] for i in (range(len(trace)) if rows is None else rows)]
     return in_order(join(parts), wanted)
 
@@ -60,10 +56,10 @@ def _walk_all(head: DraftHead, walks: Sequence[Walk], plan: LikeliestPlan) -> No
         grower = _Grower(head, [walk.row for walk in going], plan)
         # Finished rows ride along; once they are half of the batch it is cheaper to start afresh.
         while 2 * sum(not walk.is_done for walk in going) > len(going):
-            trees = grower.grow([walk.root if not walk.is_done else 0 for walk in going])
-            for walk, tree in zip(going, trees, strict=True):
+            found = grower.grow([walk.root if not walk.is_done else 0 for walk in going])
+            for walk, drafted in zip(going, found, strict=True):
                 if not walk.is_done:
-                    walk.follow(tree)
+                    walk.follow(drafted)
 
 
 class _Grower:
@@ -85,7 +81,7 @@ class _Grower:
             feature_BSD[:, :-1], self._ids_BS[:, 1:], position_BS, self._cache
         )
 
-    def grow(self, roots: Sequence[int]) -> list[Tree]:
+    def grow(self, roots: Sequence[int]) -> list[Drafted]:
         """The tree of each row, for rounds whose root row is given."""
         device = self._device
         root_B = torch.tensor(roots, device=device)
@@ -100,6 +96,7 @@ class _Grower:
         deepest = min(self._plan.depth, self._head.config.max_drafts)
         depths = [min(deepest, self._limit - root) for root in roots]
         length = self._cache.length
+        widest: list[dict[int, tuple[int, ...]]] = [{} for _ in roots]
         for level in range(max(depths)):
             if level:
                 own_NN = torch.eye(parent_BN.shape[1], dtype=torch.bool, device=device)
@@ -107,9 +104,15 @@ class _Grower:
                 seen_BNR = torch.cat([seen_BNR[every_B[:, None], parent_BN], own_BNN], -1)
                 fed_BND = hidden_BND[every_B[:, None], parent_BN]
                 hidden_BND = self._step(fed_BND, growths, root_B, level, seen_BNR)
-            parent_BN = self._add_level(hidden_BND, growths, depths, level)
+            parent_BN = self._add_level(hidden_BND, growths, widest, depths, level)
         self._cache.truncate(length)
-        return [growth.select(self._plan.nodes) for growth in growths]
+        return [self._drafted(*pair) for pair in zip(growths, widest, strict=True)]
+
+    def _drafted(self, growth: Growth, widest: dict[int, tuple[int, ...]]) -> Drafted:
+        kept = growth.kept(self._plan.nodes)
+        return Drafted(
+            growth.select(self._plan.nodes), tuple(widest.get(node, ()) for node in kept)
+        )
 
     def _step(
         self,
@@ -133,9 +136,17 @@ class _Grower:
         )
 
     def _add_level(
-        self, hidden_BND: Tensor, growths: Sequence[Growth], depths: Sequence[int], level: int
+        self,
+        hidden_BND: Tensor,
+        growths: Sequence[Growth],
+        widest: Sequence[dict[int, tuple[int, ...]]],
+        depths: Sequence[int],
+        level: int,
     ) -> Tensor:
-        """Hang children under the frontiers; returns where each new one's parent was, [B, N]."""
+        """Hang children under the frontiers; returns where each new one's parent was, [B, N].
+
+        `widest` receives the likeliest tokens under each node of the frontiers.
+        """
         logits_BNW = self._head.draft_logits(hidden_BND, level)
         top = logits_BNW.topk(self._width, dim=-1)
         log_probs = (top.values - logits_BNW.logsumexp(-1, keepdim=True)).tolist()
@@ -144,6 +155,7 @@ class _Grower:
         for b, growth in enumerate(growths):
             slot = {node: index for index, node in enumerate(growth.frontier)}
             if level < depths[b]:
+                widest[b].update(zip(slot, map(tuple, tokens[b]), strict=False))
                 growth.add_level(log_probs[b], tokens[b], self._plan.width)
                 parents.append([slot[growth.parents[node]] for node in growth.frontier])
             else:

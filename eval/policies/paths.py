@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outrider.data.sampling import Sampling
 from outrider.eval.offline.batching import check_rule
-from outrider.eval.offline.chain import Contexts, hidden_steps
+from outrider.eval.offline.chain import hidden_steps
+from outrider.eval.offline.coins import Contexts
 from outrider.eval.offline.contexts import DraftVocabulary
 from outrider.eval.offline.traces import Trace, TraceRow
 from outrider.eval.policies.policy import Ahead

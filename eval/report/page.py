@@ -1,12 +1,11 @@
 """report.json and report.html: every figure with its definition and where it came from.
 
-Schema of report.json, version 1 (parts that were not run are null):
+Schema of report.json: report.schema.json beside this file (parts that were not run are null):
   schema_version, title, definitions {name: text}
-  provenance   created, versions, machine, commit, and what the caller adds: target and head hashes,
-               data hash, settings, seeds, dtype
-  evaluation   traces {name: ...}, results [head, trace, sampling, draft, rule, tau {value, low,
-               high}, alpha, alpha_star, survival [...], conditional [...], ceiling, by_kind, ...],
-               differences [head, against, trace, draft, tau]; see outrider.eval.offline.evaluate
+  provenance   created, versions, machine, commit, command, and what the caller adds: target and
+               head hashes, data hash, settings, seeds, dtype
+  evaluation   traces, results (with losses, ends of rounds, and parts by kind, place, context and
+               entropy), differences; see outrider.eval.offline.evaluate
   bench        settings, rows [draft, kind, speedup {value, low, high}, tau, ...], cost {c, verify};
                see outrider.eval.bench
   tune         costs, acceptance, contexts [context, predictions, best, schedule, break_even,
@@ -29,9 +28,10 @@ from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.report import plots
 from outrider.eval.report.passage import LEGEND
 from outrider.eval.report.provenance import provenance
+from outrider.eval.report.tables import BREAKDOWNS, LOSSES, OFF_POLICY, parts_of, text_of
 from outrider.eval.report.tuning import render_tune
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PARTS = ("evaluation", "bench", "tune", "training", "passage")
 
 Figures = Mapping[str, Any]
@@ -117,6 +117,11 @@ def render(report: Figures) -> str:
         plots=_plots(report),
         legend=LEGEND,
         tune=render_tune(report["tune"]) if report["tune"] else "",
+        off_policy=OFF_POLICY if _is_off_policy(report) else "",
+        losses=LOSSES,
+        breakdowns=BREAKDOWNS,
+        text_of=text_of,
+        parts_of=parts_of,
         provenance=_rows(report["provenance"]),
         **_pivots(report),
     )
@@ -137,6 +142,8 @@ def _plots(report: Figures) -> dict[str, str]:
             for result in shown
         }
         made["kinds"] = plots.kind_plot(groups, f"tokens per target call, {longest}")
+        if all("loss" in result for result in results):
+            made |= _loss_plots(shown, results)
         made["lengths"] = plots.length_plot(_by_draft(results), "tokens per target call", "lengths")
     if bench and bench["rows"]:
         made["speed"] = plots.length_plot(
@@ -156,6 +163,32 @@ def _plots(report: Figures) -> dict[str, str]:
             )
     if report["training"]:
         made["training"] = plots.training_plot(report["training"])
+    return made
+
+
+def _loss_plots(shown: Sequence[Figures], results: Sequence[Figures]) -> dict[str, str]:
+    """What drafts were lost to, and acceptance along the text, of the results shown."""
+    made = {
+        "losses": plots.stack_plot(
+            {
+                f"{_series(one, results)}": {
+                    "accepted": one["alpha"]["value"],
+                    **{name: one["loss"][name]["value"] for name in LOSSES},
+                }
+                for one in shown
+            },
+            "share of judged drafts",
+        )
+    }
+    for key, title in BREAKDOWNS.items():
+        lines = {
+            _series(one, results): {
+                name: part["alpha"] for name, part in parts_of(one, key).items()
+            }
+            for one in shown
+        }
+        if key != "by_kind" and any(len(line) > 1 for line in lines.values()):
+            made[key] = plots.bucket_plot(lines, "alpha", title)
     return made
 
 
@@ -212,6 +245,11 @@ def _headlines(report: Figures) -> list[dict[str, str]]:
     return found
 
 
+def _is_off_policy(report: Figures) -> bool:
+    results = report["evaluation"]["results"] if report["evaluation"] else []
+    return any(one.get("off_policy") for one in results)
+
+
 def _longest_chain(results: Sequence[Figures]) -> str:
     chains = [one["draft"] for one in results if one["draft"].startswith("chain:")]
     if not chains:
@@ -236,9 +274,9 @@ def _speedups(rows: Sequence[Figures]) -> dict[str, dict[str, Figures]]:
 
 
 def _series(result: Figures, results: Sequence[Figures]) -> str:
-    """Name of a line: the head where there are several, and the sampling."""
+    """Name of a line: the head where there are several, and the text."""
     heads = {one["head"] for one in results}
-    return f"{result['head']}, {result['sampling']}" if len(heads) > 1 else result["sampling"]
+    return f"{result['head']}, {text_of(result)}" if len(heads) > 1 else text_of(result)
 
 
 def _rows(value: Figures, prefix: str = "") -> list[tuple[str, str]]:

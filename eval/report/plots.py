@@ -73,6 +73,48 @@ def kind_plot(groups: Mapping[str, Mapping[str, Line]], label: str, *, width: fl
         return _svg(figure, f"kinds-{label[:8].strip()}", f"{label}, by kind of prompt")
 
 
+def stack_plot(rows: Mapping[str, Mapping[str, float | None]], label: str) -> str:
+    """One bar a result, cut into parts that add up to the whole."""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(9.6, 1.3 + 0.42 * max(2, len(rows)))
+        names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
+        left = [0.0] * len(rows)
+        for index, name in enumerate(names):
+            width = [parts.get(name) or 0.0 for parts in rows.values()]
+            colour = _SERIES[index % len(_SERIES)]
+            axes.barh(range(len(rows)), width, left=left, height=0.62, color=colour, label=name)
+            left = [a + b for a, b in zip(left, width, strict=True)]
+        axes.set_yticks(range(len(rows)), list(rows))
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, 1)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(label)
+        _legend(axes, len(names))
+        return _svg(figure, "losses", "Judged drafts: accepted, and what the rest were lost to")
+
+
+def bucket_plot(lines: Mapping[str, Mapping[str, Line]], label: str, title: str) -> str:
+    """A figure along an axis cut into buckets, one line a result."""
+    names = list(dict.fromkeys(name for line in lines.values() for name in line))
+    names.sort(key=lambda name: float(name.split()[0]))
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(5.4, 3.6)
+        for index, (series, line) in enumerate(lines.items()):
+            shift = 0.08 * (index - (len(lines) - 1) / 2)
+            found = [
+                (names.index(name) + shift, point)
+                for name, point in line.items()
+                if point["value"] is not None and point["value"] == point["value"]
+            ]
+            _errors(axes, [x for x, _ in found], [p for _, p in found], index, series, line=True)
+        axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(title)
+        axes.set_ylabel(label)
+        _legend(axes, len(lines))
+        return _svg(figure, f"by-{title}", f"{label} by {title}, with 95% intervals")
+
+
 def length_plot(groups: Mapping[str, Mapping[str, Line]], label: str, name: str) -> str:
     """One column a draft setting, one dot a result; the dashed line is plain decoding."""
     settings = list(dict.fromkeys(draft for group in groups.values() for draft in group))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from outrider.data.target import Target
 from outrider.eval.offline.batching import batches, check_match
-from outrider.eval.offline.chain import Contexts, hidden_steps
+from outrider.eval.offline.chain import hidden_steps
+from outrider.eval.offline.coins import Contexts
 from outrider.eval.offline.contexts import DraftVocabulary
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead
@@ -66,7 +67,7 @@ def text_ranks(
     slot_V = DraftVocabulary.of(head).slot_V
     limit = head.config.max_position_embeddings
     found: list[NDArray[np.int64]] = []
-    for batch in batches(trace, head, rows):
+    for batch in batches(trace, head.config.aux_layers, rows):
         context = Contexts.of(batch)
         num_tokens_N = torch.tensor([row.num_tokens for row in batch])[context.row_N]
         ids = torch.nn.utils.rnn.pad_sequence([row.ids_T for row in batch], batch_first=True)

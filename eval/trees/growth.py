@@ -96,6 +96,10 @@ class Growth(Protocol):
         """
         ...
 
+    def kept(self, num_drafts: int) -> list[int]:
+        """The nodes of the finished tree, in its order."""
+        ...
+
     def select(self, num_drafts: int) -> Tree:
         """The finished tree."""
         ...
@@ -143,9 +147,13 @@ class DynamicGrowth(_Planned):
             self._tokens += row
         return self._planner.add_level(log_probs, width)
 
+    def kept(self, num_drafts: int) -> list[int]:
+        """See `Growth`."""
+        return self._planner.kept(num_drafts)
+
     def select(self, num_drafts: int) -> Tree:
         """The tree of the `num_drafts` best nodes under the root."""
-        return subtree(self.tokens, self.parents, self._planner.kept(num_drafts))
+        return subtree(self.tokens, self.parents, self.kept(num_drafts))
 
 
 class StaticGrowth:
@@ -180,6 +188,10 @@ class StaticGrowth:
         self.frontier = [node for node in grown if self._ranks[node] in self._children]
         self.parent_slots = [slots[node - start] for node in self.frontier]
         return self.frontier
+
+    def kept(self, num_drafts: int) -> list[int]:  # noqa: ARG002
+        """See `Growth`."""
+        return list(range(len(self.tokens)))
 
     def select(self, num_drafts: int) -> Tree:  # noqa: ARG002
         """The tree as far as it has grown."""

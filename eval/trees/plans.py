@@ -10,8 +10,8 @@ from outrider.data.files import write_whole
 from outrider.eval.trees.growth import DynamicGrowth, Growth, StaticGrowth
 
 FORMS = (
-    "chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE or "
-    "lookup:LENGTH,NGRAM"
+    "chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, "
+    "lookup:LENGTH,NGRAM or suffix:LENGTH,MATCH"
 )
 
 
@@ -128,11 +128,35 @@ class LookupPlan:
         return f"lookup:{self.length},{self.ngram}"
 
 
+@dataclass(frozen=True)
+class SuffixPlan:
+    """Draft up to `length` tokens that most often followed the last `match` tokens, or fewer."""
+
+    length: int
+    match: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least_one("suffix length", self.length)
+        _at_least_one("suffix match", self.match)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens one round can accept."""
+        return self.length
+
+    @property
+    def label(self) -> str:
+        """How it is written."""
+        return f"suffix:{self.length},{self.match}"
+
+
 LikeliestPlan: TypeAlias = TreePlan | StaticPlan
 """Trees of likeliest tokens, any rule of which accepts alike."""
 HeadPlan: TypeAlias = ChainPlan | LikeliestPlan | DrawnPlan
 """Drafts of a head."""
-Plan: TypeAlias = HeadPlan | LookupPlan
+TextPlan: TypeAlias = LookupPlan | SuffixPlan
+"""Drafts that the text so far decides, without any model."""
+Plan: TypeAlias = HeadPlan | TextPlan
 
 
 def plan_named(text: str) -> Plan:
@@ -151,11 +175,34 @@ def plan_named(text: str) -> Plan:
             return DrawnPlan(*values)
         if kind == "lookup" and len(values) in (1, 2):
             return LookupPlan(*values)
+        if kind == "suffix" and len(values) in (1, 2):
+            return SuffixPlan(*values)
     raise ValueError(
         f"draft is {text!r}; write chain:LENGTH, such as chain:3, or tree:DEPTH,WIDTH,NODES, such "
         "as tree:4,4,16, or drawn:DEPTH,WIDTH,NODES for drawn trees, static:FILE for a tree of "
-        "outrider tree, or lookup:LENGTH,NGRAM for prompt lookup"
+        "outrider tree, or lookup:LENGTH,NGRAM for prompt lookup, or suffix:LENGTH,MATCH for the "
+        "most frequent continuation of the text's own suffixes"
     )
+
+
+def expand(drafts: Sequence[str]) -> tuple[str, ...]:
+    """The drafts with every range of lengths written out: chain:1-3 is chain:1, chain:2, chain:3.
+
+    Raises ValueError for a range that is empty or starts below 1.
+    """
+    found: list[str] = []
+    for draft in drafts:
+        kind, _, rest = draft.partition(":")
+        bounds, comma, more = rest.partition(",")
+        first, dash, last = bounds.partition("-")
+        if kind not in ("chain", "lookup", "suffix") or not dash:
+            found.append(draft)
+            continue
+        ends = [int(end) if end.isdecimal() else 0 for end in (first, last)]
+        if not 1 <= ends[0] <= ends[1]:
+            raise ValueError(f"draft is {draft!r}; write a range of lengths as chain:1-8")
+        found += [f"{kind}:{length}{comma}{more}" for length in range(ends[0], ends[1] + 1)]
+    return tuple(dict.fromkeys(found))
 
 
 def is_drawn(plan: Plan) -> bool:

@@ -118,7 +118,7 @@ def predicted(requests: list[np.ndarray]) -> Prediction:
     judged_RK = np.array([judged for judged, _ in pairs], dtype=float)
     kept_RK = np.array([kept for _, kept in pairs], dtype=float)
     rounds_R = np.full(len(requests), float(LENGTH))
-    zeros = dict.fromkeys(("best_RK", "inside_RK", "top_inside_RK", "tokens_RP"), kept_RK)
+    zeros = dict.fromkeys(("best_RK", "wide_RK", "inside_RK", "top_inside_RK"), kept_RK)
     score = Score(
         draft="chain:3",
         rule="greedy",
@@ -130,7 +130,8 @@ def predicted(requests: list[np.ndarray]) -> Prediction:
         judged_RK=judged_RK,
         kept_RK=kept_RK,
         hit_RK=kept_RK,
-        starts_RP=kept_RK,
+        cut_R=0 * rounds_R,
+        undrafted_R=0 * rounds_R,
         **zeros,
     )
     result = {"rule": "greedy", "rounds": float(rounds_R.sum()), "spread": spread(score)}

@@ -54,7 +54,7 @@ def test_offline_rounds_are_the_loops(tiny_target, make_texts, tmp_path, tempera
     texts = make_texts(sampling, 12)
     trace = build_trace(tiny_target, texts, tmp_path / "t", sampling=sampling, layers=(1,))
     plan = LookupPlan(4, 2)
-    score = score_lookup(trace, tiny_target, plan)
+    score = score_lookup(trace, tiny_target, plan)[4]
     accepted = 0
     for index, text in enumerate(texts):
         decoding = Decoding(max_new_tokens=len(text.answer_ids), sampling=sampling, rule="match")

@@ -17,7 +17,7 @@ from outrider.eval.certificate.law import outcomes
 from outrider.eval.decode import Decoding, decode, decode_by
 from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.metrics import LossyRound, Round, count
-from outrider.eval.offline.evaluate import table
+from outrider.eval.report.tables import table
 from outrider.eval.rules import RULES, point_mass
 from outrider.eval.trees.plans import plan_named
 from outrider.eval.trees.tree import Tree, chain

@@ -9,7 +9,8 @@ import torch
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Target
 from outrider.eval.offline.chain import score_chain
-from outrider.eval.offline.scores import Score, difference, summary
+from outrider.eval.offline.scores import Score, difference
+from outrider.eval.offline.summary import summary
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.heads import EagleHead, HeadCache
@@ -167,8 +168,11 @@ def test_figures_of_a_summary_hang_together(
     assert figures["tau"]["value"] <= 1 + sum(survival) + 0.05
     assert set(figures["by_kind"]) == {"chat", "code"}
     assert sum(part["tokens"] for part in figures["by_kind"].values()) == figures["tokens"]
-    assert sum(part["tokens"] for part in figures["by_place"]) == figures["tokens"]
-    assert score.starts_RP.sum() == pytest.approx(score.rounds_R.sum())
+    for dimension in ("place", "context", "entropy"):
+        parts = figures[f"by_{dimension}"]
+        assert sum(part["tokens"] for part in parts) == figures["tokens"]
+        assert sum(part["starts"] for part in parts) == pytest.approx(figures["rounds"])
+        assert sum(part["judged"] for part in parts) == pytest.approx(figures["judged"])
 
 
 def test_a_head_does_not_differ_from_itself(

@@ -65,6 +65,8 @@ PARTS: dict[str, Any] = {
                 "head": "theirs & co",
                 "against": "ours",
                 "tau": interval(-0.2),
+                "alpha": interval(-0.1),
+                "by_kind": {"chat": {"tau": interval(-0.3), "alpha": interval(0.1)}},
             }
         ],
     },
@@ -169,7 +171,7 @@ def test_definitions_and_slower_settings_are_printed(tmp_path: Path) -> None:
 def test_json_holds_schema_and_provenance_and_is_strict(tmp_path: Path) -> None:
     paths = build_report(tmp_path, **PARTS, notes={"dtype": "float32"})
     report = json.loads(paths.json.read_text(), parse_constant=pytest.fail)
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert set(report) == {
         "schema_version",
         "title",

@@ -30,7 +30,7 @@ def score(rounds: list[float], tokens: list[float]) -> Score:
         draft="chain:3", rule="greedy", row_ids=tuple(map(str, range(len(rounds)))),
         kinds=("all",) * len(rounds), tokens_R=np.array(tokens), rounds_R=np.array(rounds),
         drafted_R=none[:, 0], judged_RK=none, kept_RK=none, hit_RK=none, best_RK=none,
-        inside_RK=none, top_inside_RK=none, tokens_RP=none, starts_RP=none,
+        inside_RK=none, top_inside_RK=none, wide_RK=none, cut_R=none[:, 0], undrafted_R=none[:, 0],
     )  # fmt: skip
 
 
