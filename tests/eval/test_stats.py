@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from outrider.eval.stats import Interval, median, ratio, ratio_difference
+from outrider.eval.stats import (
+    Interval,
+    median,
+    ratio,
+    ratio_difference,
+    ratio_differences,
+    ratios,
+)
 
 
 def test_ratio_is_sum_over_sum_not_mean_of_ratios() -> None:
@@ -70,3 +77,29 @@ def test_unlike_prompt_counts_are_refused() -> None:
         ratio([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="one number a prompt"):
         ratio([], [])
+
+
+def test_many_ratios_at_once_are_scipys_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    bottom = rng.gamma(2, 10, (40, 4))
+    top = bottom * rng.beta(3, 2, (40, 4))
+    top[:, 3] = 2 * bottom[:, 3]
+    other = bottom * rng.beta(3, 2, (40, 4))
+    found = ratios(top, bottom, seed=4)
+    compared = ratio_differences((top, bottom), (other, bottom), seed=4)
+    for q in range(4):
+        assert found[q] == pytest.approx(ratio(top[:, q], bottom[:, q], seed=4))
+        one = ratio_difference((top[:, q], bottom[:, q]), (other[:, q], bottom[:, q]), seed=4)
+        assert compared[q] == pytest.approx(one)
+
+
+def test_many_ratios_say_where_there_is_nothing() -> None:
+    lone, none = ratios([[2.0, 0.0]], [[4.0, 0.0]])
+    assert lone.value == 0.5
+    assert np.isnan([lone.low, lone.high, *none]).all()
+    # Prompts that lack a part of the text are resampled with the others.
+    part = ratios([[1.0], [0.0], [3.0]], [[2.0], [0.0], [4.0]])[0]
+    assert part.value == pytest.approx(4 / 6)
+    assert part.low <= part.value <= part.high
+    with pytest.raises(ValueError, match="one row a prompt"):
+        ratios([[1.0]], [[1.0, 2.0]])
