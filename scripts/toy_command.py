@@ -1,4 +1,4 @@
-"""`outrider toy`: the four-token language, its exact figures beside a simulation."""
+"""`outrider toy`: small languages, their exact figures beside simulation and estimates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,10 @@ import numpy as np
 import tyro
 
 from outrider.eval.certificate import toy, toy_tables
+from outrider.eval.certificate.languages import cases
+from outrider.eval.offline.estimators import ESTIMATORS, compare
+from outrider.eval.offline.longrun import long_run
+from outrider.eval.trees.plans import ChainPlan, TreePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,10 @@ class Settings:
     texts: int = 400_000
     """Texts of four tokens to simulate; their distance to the target falls as 1/sqrt(texts)."""
 
+    estimators: bool = False
+    """Instead: how far offline estimators of tokens per call are from the exact law, text by text
+    on enumerated languages of three tokens, and in the long run on larger ones."""
+
     def __post_init__(self) -> None:
         if self.texts < 1:
             raise ValueError(f"texts is {self.texts}; simulate at least 1")
@@ -27,6 +35,9 @@ class Settings:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print acceptance per context, tokens per call, and the distance to the target's law."""
     settings = tyro.cli(Settings, args=argv, prog="outrider toy", description=__doc__)
+    if settings.estimators:
+        show_estimators()
+        return
     made = toy.make_toy(settings.seed)
     print(f"four tokens, seed {settings.seed}; a context is the last token")
     print(_row("alpha = sum min(p, q), per context", toy.alpha(made)))
@@ -42,6 +53,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"  planted fault (p, not the residual)  {_exact(toy.exact_distance(made, faulty))}")
     show_counts(made, settings.texts)
     show_speed(made)
+
+
+LANGUAGES = ("random", "zeros", "holes in q", "penalty")
+CHAINS = tuple((ChainPlan(k), rule) for k in (1, 3) for rule in ("rejection", "block", "match"))
+TREES = ((TreePlan(2, 2, 3), "match"), (TreePlan(3, 2, 5), "point_mass"))
+
+
+def show_estimators() -> None:
+    """The recursion's error text by text, and what its shortcuts miss by."""
+    print("texts of up to 5 tokens, all of them; exact: expected tokens over expected calls")
+    print("largest error of a text's tokens per call by the recursion, then each estimator's error")
+    names = [name for name in ESTIMATORS if name != "recursion"]
+    columns = ("language", "draft", "rule", "texts", "exact", "worst text", "recursion", *names)
+    print(_columns(columns))
+    languages = {case.name: case.language for case in cases(3)}
+    for name in LANGUAGES:
+        for plan, rule in (*CHAINS, *TREES):
+            found = compare(name, languages[name], plan, rule)
+            errors = [
+                f"{found.estimates[one] - found.exact:+.4f}" if one in found.estimates else "-"
+                for one in names
+            ]
+            recursion = f"{found.estimates['recursion'] - found.exact:+.0e}"
+            cells = (found.draft, rule, str(found.texts), f"{found.exact:.4f}")
+            print(_columns((name, *cells, f"{found.worst_text:.0e}", recursion, *errors)))
+    print("in the long run: 12 tokens, chains of 6, rejection; the recursion reads sampled text")
+    names = ["recursion", "uniform", "1 - TV", "one alpha"]
+    print(_columns(("seed", "exact", *names)))
+    for seed in range(4):
+        run = long_run(seed)
+        errors = [f"{run.estimates[one] - run.exact:+.4f}" for one in names]
+        print(_columns((str(seed), f"{run.exact:.4f}", *errors)))
+    for name, text in ESTIMATORS.items():
+        print(f"{name}: {text}")
+    print("1 - TV: products of 1 - TV(p, q) along the text, every place a start")
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return "  " + "  ".join(f"{cell:<11}" for cell in cells).rstrip()
 
 
 def show_counts(made: toy.Toy, texts: int) -> None:

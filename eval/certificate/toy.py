@@ -2,7 +2,8 @@
 
 The last token alone decides the next one's law. Target rows are Dirichlet; each draft row is 0.55
 of the target's blurred with 0.45 of another Dirichlet row. Figures by enumeration run the
-production rule. Dimensions: S contexts (the last token), V vocabulary (S = V = 4).
+production rule. Dimensions: S contexts (the last token), V vocabulary (S = V = 4, in
+`tokens_per_call` and `call_starts` any size).
 """
 
 from collections.abc import Callable
@@ -67,8 +68,8 @@ def agreement(toy: Toy) -> np.ndarray:
 def tokens_per_call(toy: Toy, length: int) -> float:
     """Long-run tokens per target call of rejection on drawn chains."""
     accept_SV = np.minimum(toy.target_SV, toy.draft_SV)
-    reach_SS = np.eye(NUM_TOKENS)  # from a call's start to its i-th draft, all accepted
-    emitted_S = np.ones(NUM_TOKENS)
+    reach_SS = np.eye(len(accept_SV))  # from a call's start to its i-th draft, all accepted
+    emitted_S = np.ones(len(accept_SV))
     for _ in range(length):
         reach_SS = reach_SS @ accept_SV
         emitted_S += reach_SS.sum(axis=1)
@@ -83,13 +84,13 @@ def call_starts(toy: Toy, length: int) -> np.ndarray:
     """
     accept_SV = np.minimum(toy.target_SV, toy.draft_SV)
     reject_SV = toy.target_SV - accept_SV  # [p - q]+, whose mass is the chance to refuse
-    reach_SS = np.eye(NUM_TOKENS)
-    end_SS = np.zeros((NUM_TOKENS, NUM_TOKENS))
+    reach_SS = np.eye(len(accept_SV))
+    end_SS = np.zeros_like(accept_SV)
     for _ in range(length):
         end_SS += reach_SS @ reject_SV
         reach_SS = reach_SS @ accept_SV
     end_SS += reach_SS @ toy.target_SV
-    return _stationary(end_SS)
+    return stationary(end_SS)
 
 
 def rejection_round(toy: Toy, length: int) -> Round:
@@ -183,7 +184,7 @@ def _float_distance(found: dict[Text, float], law: Law) -> float:
     return sum(abs(float(chance) - found.get(text, 0.0)) for text, chance in law.items()) / 2
 
 
-def _stationary(step_SS: np.ndarray) -> np.ndarray:
+def stationary(step_SS: np.ndarray) -> np.ndarray:
     """The row vector that `step_SS` leaves unchanged."""
     equations = np.vstack([step_SS.T - np.eye(len(step_SS)), np.ones(len(step_SS))])
     return np.linalg.lstsq(equations, np.append(np.zeros(len(step_SS)), 1.0), rcond=None)[0]

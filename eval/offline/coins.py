@@ -131,7 +131,37 @@ def block_credit(ratio_NI: Tensor) -> Tensor:
     """
     product_NJ = torch.nn.functional.pad(ratio_NI.double().cumprod(-1), (1, 0), value=1.0)
     least_N = product_NJ.min(-1).values
-    return torch.where(least_N > 0, product_NJ[:, -1] / least_N, 1.0).float()
+    return torch.where(least_N > 0, product_NJ[:, -1] / least_N, 1.0).to(ratio_NI.dtype)
+
+
+class Drawn(NamedTuple):
+    """What a rule of drawn chains does at a context."""
+
+    accept_N: Tensor
+    """Chance that the text's token is accepted."""
+    alpha_N: Tensor
+    """Chance that the draft is."""
+    ratio_N: Tensor
+    """q/p at the text's token."""
+
+
+def drawn_chances(
+    probs_NW: Tensor,
+    draft_NW: Tensor,
+    text_p_N: Tensor,
+    text_q_N: Tensor,
+    credit_N: Tensor | None = None,
+) -> Drawn:
+    """Rejection (rule R1), or block verification (R9) with the `block_credit` of earlier drafts.
+
+    `probs_NW` and `draft_NW` are p and q on the draft vocabulary, `text_p_N` and `text_q_N` theirs
+    at the text's token.
+    """
+    # Off-policy text may hold tokens that the target never emits, nor any rule accepts.
+    ratio_N = torch.where(text_p_N > 0, text_q_N / text_p_N, 0.0)
+    credit_N = torch.ones_like(ratio_N) if credit_N is None else credit_N
+    alpha_N = torch.minimum(probs_NW, draft_NW * credit_N[:, None]).sum(-1)
+    return Drawn((ratio_N * credit_N).clamp(max=1), alpha_N, ratio_N)
 
 
 class Judge:
@@ -193,13 +223,9 @@ class Judge:
             return {"accept": hit_N, "alpha": kept_N, "best": kept_N, **inside}, hit_N
         draft_NW = (logits_NW / self.temperature).softmax(-1)
         q_N = draft_NW.gather(-1, slot_N.clamp(min=0)[:, None])[:, 0] * (slot_N >= 0)
-        chance_N = self._chance_N[n]
-        # Off-policy text may hold tokens that the target never emits, nor any rule accepts.
-        ratio_N = torch.where(chance_N > 0, q_N / chance_N, 0.0)
-        credit_N = torch.ones_like(ratio_N) if credit_N is None else credit_N
-        kept_N = torch.minimum(probs_NW, draft_NW * credit_N[:, None]).sum(-1)
-        accept_N = (ratio_N * credit_N).clamp(max=1)
-        return {"accept": accept_N, "alpha": kept_N, "best": kept_N, **inside}, ratio_N
+        found = drawn_chances(probs_NW, draft_NW, self._chance_N[n], q_N, credit_N)
+        kept_N = found.alpha_N
+        return {"accept": found.accept_N, "alpha": kept_N, "best": kept_N, **inside}, found.ratio_N
 
 
 DRAWN_RULES = ("rejection", "block")
