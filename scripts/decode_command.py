@@ -17,6 +17,7 @@ from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
 from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
 from outrider.eval.drafters.by_plan import drafter_by
+from outrider.eval.drafters.model import DraftModel, draft_model
 from outrider.eval.drafters.policed import PolicyDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
@@ -25,6 +26,7 @@ from outrider.eval.names import Run, names_table, reconcile
 from outrider.eval.policies.named import policy_named
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.plans import ChainPlan, LookupPlan, SuffixPlan, is_drawn, plan_named
+from outrider.heads import DraftHead
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
 
@@ -39,6 +41,10 @@ class Settings:
     head: str | None = None
     """Folder of an exported head, native or speculators' layout; none decodes plainly."""
 
+    model: str | None = None
+    """Instead of a head: a draft model with the target's tokenizer, a folder, a Hub id, or layers:N
+    for the target's own first N layers. It drafts chains."""
+
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """What the user says; repeat for several conversations."""
 
@@ -50,7 +56,7 @@ class Settings:
 
     draft: str = "chain:3"
     """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, or
-    lookup:LENGTH,NGRAM, which needs no head."""
+    lookup:LENGTH,NGRAM or suffix:LENGTH,MATCH, which need no head."""
 
     policy: str | None = None
     """How long every chain is, in place of draft: see outrider policies."""
@@ -78,11 +84,15 @@ class Settings:
     def __post_init__(self) -> None:
         if bool(self.prompt) == (self.data is not None):
             raise ValueError("give either --prompt or --data, and not both")
+        if self.head is not None and self.model is not None:
+            raise ValueError(f"head is {self.head} and model is {self.model}; give one of them")
         for name in ("limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
-        if self.names and not isinstance(plan_named(self.draft), ChainPlan | LookupPlan):
+        if self.names and not isinstance(
+            plan_named(self.draft), ChainPlan | LookupPlan | SuffixPlan
+        ):
             raise ValueError(
                 f"names of other tools are for one chain a round, and draft is {self.draft!r}; "
                 "give a chain or a lookup, or leave --names out"
@@ -174,15 +184,18 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
         plan = ChainPlan(policy.most)
     if isinstance(plan, LookupPlan | SuffixPlan):
         return drafter_by(plan, None)
-    if settings.head is None:
+    head: DraftHead | DraftModel
+    if settings.model is not None:
+        head = draft_model(settings.model, target)
+    elif settings.head is not None:
+        head = judged_head(settings.head, target, dtype=getattr(torch, settings.dtype))
+    else:
         return None
-    dtype = getattr(torch, settings.dtype)
-    head = judged_head(settings.head, target, dtype=dtype)
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
     if decoding.rule is not None and isinstance(plan, ChainPlan):
         draws = rule_named(decoding.rule).draws_drafts
     temperature = decoding.sampling.temperature if draws else 0.0
-    if policy is not None:
+    if policy is not None and isinstance(head, DraftHead):
         return PolicyDrafter(head, policy, temperature=temperature)
     return drafter_by(plan, head, temperature=temperature)
 
@@ -239,6 +252,10 @@ def _options(settings: Settings) -> dict[str, Any]:
     return options
 
 
+def _has_drafter(settings: Settings) -> bool:
+    return settings.head is not None or settings.model is not None
+
+
 def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnTokens:
     """Prints text as it comes; on a terminal with a head, accepted drafts are green."""
     tokenizer = target.tokenizer
@@ -253,7 +270,7 @@ def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnToken
             # Half a character decodes to a replacement sign: wait for its other half.
             text = str(tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
             piece, shown = text[len(shown) :], text
-            is_green = accepted and is_terminal and settings.head is not None
+            is_green = accepted and is_terminal and _has_drafter(settings)
             print(f"{_GREEN}{piece}{_RESET}" if is_green else piece, end="", flush=True)
 
     return show

@@ -33,9 +33,9 @@ def check_rule(rule: str | None, sampling: Sampling) -> str:
         )
     if rule not in _SCORED:
         raise ValueError(
-            f"rule {rule!r} judges drawn siblings or whole drawn chains, whose rounds the text alone "
-            f"does not tell here; choose one of {', '.join(_SCORED)} (for chains of outrider eval "
-            "block, too), or measure it with outrider decode"
+            f"rule {rule!r} judges drawn siblings or whole drawn chains, whose rounds the text "
+            f"alone does not tell here; choose one of {', '.join(_SCORED)} (block for chains of outrider "
+            "eval), or measure it with outrider decode"
         )
     return rule
 
@@ -52,10 +52,8 @@ def check_match(trace: Trace, target: Target) -> None:
 
 def check_chain_rule(rule: str | None, sampling: Sampling) -> str:
     """The rule to judge a chain by; ValueError when it does not fit the sampling."""
-    if rule in _OF_ONE_DRAFT:
-        rule = _OF_ONE_DRAFT[rule]
-    if rule == "block":  # drawn and above temperature 0 like rejection, but of whole chains
-        check_rule("rejection", sampling)
+    rule = _OF_ONE_DRAFT.get(rule or "", rule)
+    if rule == "block" and not sampling.is_greedy:
         return rule
     return check_rule(rule, sampling)
 

@@ -187,3 +187,18 @@ def test_rows_without_a_prompt_are_refused(files, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(files, capsys, "--data", str(path))
     assert "row 1 has neither prompt_ids nor messages with a user's turn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_draft_model_drafts_chains(files, capsys, temperature):
+    model = ["--model", "layers:5", "--draft", "chain:3", "--temperature", temperature]
+    out = run(files, capsys, "--prompt", "w5 w6", *model)
+    assert float(re.search(r"([\d.]+) a call", out)[1]) > 1
+    for more, message in (
+        (["--model", "layers:5", "--head", str(files / "head")], "give one of them"),
+        (["--model", "layers:5", "--draft", "tree:2,2,4"], "a draft model drafts chains"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run(files, capsys, "--prompt", "w5 w6", *more)
+        assert stopped.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
