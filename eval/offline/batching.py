@@ -34,8 +34,8 @@ def check_rule(rule: str | None, sampling: Sampling) -> str:
     if rule not in _SCORED:
         raise ValueError(
             f"rule {rule!r} judges drawn siblings or whole drawn chains, whose rounds the text "
-            f"alone does not tell here; choose one of {', '.join(_SCORED)} (block for chains of outrider "
-            "eval), or measure it with outrider decode"
+            f"alone does not tell here; choose one of {', '.join(_SCORED)} (block for chains "
+            "of outrider eval), or measure it with outrider decode"
         )
     return rule
 
