@@ -26,6 +26,7 @@ import jinja2
 from outrider.data.files import write_whole
 from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.report import plots
+from outrider.eval.report.lost import loss_plots
 from outrider.eval.report.passage import LEGEND
 from outrider.eval.report.provenance import provenance
 from outrider.eval.report.tables import BREAKDOWNS, LOSSES, OFF_POLICY, parts_of, text_of
@@ -143,7 +144,7 @@ def _plots(report: Figures) -> dict[str, str]:
         }
         made["kinds"] = plots.kind_plot(groups, f"tokens per target call, {longest}")
         if all("loss" in result for result in results):
-            made |= _loss_plots(shown, results)
+            made |= loss_plots({_series(one, results): one for one in shown})
         made["lengths"] = plots.length_plot(_by_draft(results), "tokens per target call", "lengths")
     if bench and bench["rows"]:
         made["speed"] = plots.length_plot(
@@ -163,32 +164,6 @@ def _plots(report: Figures) -> dict[str, str]:
             )
     if report["training"]:
         made["training"] = plots.training_plot(report["training"])
-    return made
-
-
-def _loss_plots(shown: Sequence[Figures], results: Sequence[Figures]) -> dict[str, str]:
-    """What drafts were lost to, and acceptance along the text, of the results shown."""
-    made = {
-        "losses": plots.stack_plot(
-            {
-                f"{_series(one, results)}": {
-                    "accepted": one["alpha"]["value"],
-                    **{name: one["loss"][name]["value"] for name in LOSSES},
-                }
-                for one in shown
-            },
-            "share of judged drafts",
-        )
-    }
-    for key, title in BREAKDOWNS.items():
-        lines = {
-            _series(one, results): {
-                name: part["alpha"] for name, part in parts_of(one, key).items()
-            }
-            for one in shown
-        }
-        if key != "by_kind" and any(len(line) > 1 for line in lines.values()):
-            made[key] = plots.bucket_plot(lines, "alpha", title)
     return made
 
 

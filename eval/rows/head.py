@@ -17,7 +17,14 @@ from outrider.data.sampling import GREEDY_BELOW, draw
 from outrider.data.target import Captured
 from outrider.eval.drafters import Draft, Noise
 from outrider.eval.rules.verdict import Siblings
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LikeliestPlan, LookupPlan, Plan
+from outrider.eval.trees.plans import (
+    ChainPlan,
+    DrawnPlan,
+    LikeliestPlan,
+    LookupPlan,
+    Plan,
+    SuffixPlan,
+)
 from outrider.eval.trees.tree import chain
 from outrider.heads import DraftHead
 from outrider.heads.row_cache import RowHeadCache
@@ -53,7 +60,7 @@ class HeadRows:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        if isinstance(plan, LookupPlan | DrawnPlan):
+        if isinstance(plan, LookupPlan | SuffixPlan | DrawnPlan):
             raise ValueError(
                 f"plan is {plan}; a head drafts chains and trees of its likeliest tokens in "
                 "batches: write chain:LENGTH, tree:DEPTH,WIDTH,NODES or static:FILE"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.eval.metrics import refuse_lossy
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, Plan, plan_named
+from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, Plan, SuffixPlan, plan_named
 from outrider.eval.tune.formula import check_alpha
 
 _ROUNDING = 1e-6
@@ -148,7 +148,7 @@ def _drafted(plan: Plan, figures: Mapping[str, Any]) -> int:
     """Draft tokens of a whole round; near the end of a text rounds may draft fewer."""
     if isinstance(plan, ChainPlan):
         return plan.length
-    if isinstance(plan, LookupPlan):
+    if isinstance(plan, LookupPlan | SuffixPlan):
         # Where nothing matches it drafts nothing; the mean is what a batch's call has of it.
         return math.ceil(float(figures["drafted_per_round"]))
     if isinstance(plan, DrawnPlan):

@@ -9,7 +9,14 @@ hold for larger batches too; SGLang counts the root among its draft tokens.
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, TreePlan, plan_named
+from outrider.eval.trees.plans import (
+    ChainPlan,
+    DrawnPlan,
+    LookupPlan,
+    SuffixPlan,
+    TreePlan,
+    plan_named,
+)
 from outrider.eval.tune.costs import PLAIN
 from outrider.eval.tune.speed import Range
 
@@ -84,7 +91,7 @@ def sglang_flags(kind: str, head: str, draft: str) -> list[str] | None:
         steps, width, tokens = plan.depth, plan.width, plan.nodes + 1
     else:
         what = "drawn" if isinstance(plan, DrawnPlan) else "look-up"
-        what = what if isinstance(plan, DrawnPlan | LookupPlan) else "static"
+        what = what if isinstance(plan, DrawnPlan | LookupPlan | SuffixPlan) else "static"
         raise ValueError(
             f"draft is {draft!r}; SGLang has no {what} drafts of a head: give a chain or a tree"
         )

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, plan_named
+from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, SuffixPlan, plan_named
 from outrider.eval.tune.costs import PLAIN, Pieces
 from outrider.eval.tune.gpus import SHEETS
 from outrider.eval.tune.models import DraftSizes, TargetSizes, bytes_of
@@ -155,7 +155,7 @@ class RooflineCosts:
     def _draft(self, draft: str, batch: int, context: float) -> float:
         """Steps of the head: accepted tokens first (two a row, as a rule), then level by level."""
         plan = plan_named(draft)
-        if self.draft is None or isinstance(plan, LookupPlan):
+        if self.draft is None or isinstance(plan, LookupPlan | SuffixPlan):
             return 0.0
         if self.draft.is_parallel:
             return self._step(2, batch, context)
