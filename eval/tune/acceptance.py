@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.eval.metrics import refuse_lossy
+from outrider.eval.offline.evaluate import TEXT
 from outrider.eval.trees.plans import ChainPlan, DrawnPlan, LookupPlan, Plan, SuffixPlan, plan_named
 from outrider.eval.tune.formula import check_alpha
 
@@ -90,6 +91,8 @@ def read_acceptances(
 ) -> list[Acceptance]:
     """The drafts of one head on one trace of a report that `outrider eval --out` wrote.
 
+    Drafts of the text alone, lookups and suffixes, go with any head.
+
     `head`, `trace` and `kind` (of prompt) choose where the report has several. Raises ValueError
     for another file, and where the choice is open.
     """
@@ -102,7 +105,10 @@ def read_acceptances(
             f"{problem}); write one with outrider eval --out FILE.json"
         ) from problem
     refuse_lossy(results)
-    results = _chosen(results, "head", head, path)
+    alone = [one for one in results if one["head"] == TEXT]
+    if len(alone) < len(results) and head != TEXT:
+        results = _chosen([one for one in results if one["head"] != TEXT], "head", head, path)
+        results = [*results, *alone]
     results = _chosen(results, "trace", trace, path)
     return [_from_result(result, kind, path) for result in results]
 
