@@ -39,10 +39,10 @@ from outrider.heads.base import DraftHead, States
 from outrider.heads.fused import teacher_of
 from outrider.train import optim
 from outrider.train.joint import JointSettings, first_joint_step, head_weight
+from outrider.train.objective_settings import ObjectiveSettings
 from outrider.train.objectives import DraftTask, DraftWork
 from outrider.train.optim import OptimSettings
 from outrider.train.parts import StepOutput
-from outrider.train.settings import ObjectiveSettings
 from outrider.train.tuning import Tuning
 
 CHUNK_LOGITS = 1 << 23

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import override
 
 from outrider.train.joint import JointSettings
+from outrider.train.objective_settings import ObjectiveSettings
 from outrider.train.schedule import check_range
-from outrider.train.settings import HeadSettings, ObjectiveSettings, Settings
+from outrider.train.settings import HeadSettings, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

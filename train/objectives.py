@@ -29,9 +29,9 @@ from outrider.heads.plan import RowPlan
 from outrider.heads.top_teacher import TopTeacher, top_teacher
 from outrider.train import optim
 from outrider.train.kinds import EagleObjective
+from outrider.train.objective_settings import ObjectiveSettings
 from outrider.train.optim import OptimSettings
 from outrider.train.parts import StepOutput
-from outrider.train.settings import ObjectiveSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ from outrider.heads.fused import Teacher, teacher_of
 from outrider.train import joint_task
 from outrider.train.joint import JointSettings, first_joint_step, head_weight
 from outrider.train.joint_task import JointTask, JointWork, held, run_apart
+from outrider.train.objective_settings import ObjectiveSettings
 from outrider.train.optim import OptimSettings, set_rate
 from outrider.train.schedule import ScheduleSettings, rate
-from outrider.train.settings import ObjectiveSettings
 from outrider.train.tuning import LoraTuning, tune
 
 DECAY, PULL, KL, LM, DEPTHS = 0.7, 0.3, 0.9, 0.4, 3
