@@ -190,4 +190,4 @@ def _interval(one: Figures, digits: int = 3) -> str:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or value != value else f"{value:.{digits}f}"
+    return "-" if value is None or value != value else f"{round(value, digits) + 0.0:.{digits}f}"
