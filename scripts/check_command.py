@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 from outrider.data.files import write_whole
@@ -62,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the report, and what was mended; exit with 1 when something is wrong."""
     given = list(sys.argv[1:] if argv is None else argv)
     ours, settings = parse(given, entry_of(given))
-    if settings.run.threads is not None:
-        torch_threads(settings.run.threads)
+    use_free_threads(settings.run.threads)
     report = check(settings, num_shown=ours.show)
     print(page.text(report, is_colored=is_colored()))
     if ours.fix is not None:
@@ -92,11 +92,20 @@ def parse(argv: Sequence[str], entry: type[Settings]) -> tuple[CheckSettings, Se
     return found.check, found.training
 
 
-def torch_threads(number: int) -> None:
-    """As a trainer would use them."""
-    import torch
+def use_free_threads(wanted: int | None) -> None:
+    """At most the threads a trainer would use, and no more than processors are idle.
 
-    torch.set_num_threads(number)
+    Threads that wait for one another's turn on a busy machine take ten times the processor time of
+    one thread for a check's small passes.
+    """
+    wanted = wanted or torch.get_num_threads()
+    torch.set_num_threads(max(1, min(wanted, round(num_processors() - os.getloadavg()[0]))))
+
+
+def num_processors() -> int:
+    """Processors that this process may run on."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def is_colored() -> bool:

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from outrider.data.anatomy import find_folder
+from outrider.data.anatomy import find_folder, non_finite
 from outrider.data.capture import check_layers, default_layers
 from outrider.data.target import Target
 
@@ -316,3 +316,20 @@ def test_a_damaged_target_is_named(tmp_path, make_model, name):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match=r"target '.*target' .* does not load .* fetch it again"):
         Target.load(str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_named_and_large_finite_ones_are_not(
+    dtype: torch.dtype,
+) -> None:
+    module = torch.nn.ParameterDict()
+    for name, values in {
+        "nan": [1.0, torch.nan, 2.0],
+        "inf": [1.0, torch.inf, 2.0],
+        "both": [torch.inf, -torch.inf, 0.0],
+        "large": [torch.finfo(dtype).max] * 3,  # whose sum is infinite
+        "small": [1.0, -1.0, 0.0],
+    }.items():
+        module[name] = torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+    module["ids"] = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    assert non_finite(module) == ["nan", "inf", "both"]

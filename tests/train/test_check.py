@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
@@ -123,6 +124,22 @@ def test_colours_mark_verdicts_and_tokens(check: Check, monkeypatch: pytest.Monk
     said = check("--norm-before-residual").said
     assert f"\x1b[{page.COLORS['warn']}mwarn" in said
     assert f"\x1b[{page.SUPERVISED}m" in said
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.2, 2), (1.3, 2), (2.6, 1), (9.0, 1)])
+def test_no_more_threads_are_used_than_processors_are_idle(
+    check: Check, monkeypatch: pytest.MonkeyPatch, load: float, threads: int
+) -> None:
+    used, before = list[int](), torch.get_num_threads()
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    watched = runner.Check("seen", lambda _: used.append(torch.get_num_threads()) or ())
+    monkeypatch.setattr(runner, "CHECKS", (watched,))
+    try:
+        check("--threads", "2")
+    finally:
+        torch.set_num_threads(before)
+    assert used == [threads]
 
 
 def test_a_check_that_stumbles_is_a_finding_and_the_others_go_on(
