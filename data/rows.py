@@ -1,6 +1,6 @@
 """Rows of tokens with their masks, from any source: read, counted, judged, kept for next time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from outrider.data.collect import Collector
 from outrider.data.counts import Counts
@@ -9,6 +9,7 @@ from outrider.data.mixture import Mixture, Numbered
 from outrider.data.reading import FIRST_LABEL, Reading, Row
 from outrider.data.rowcache import Read, load_read, read_key, save_read
 from outrider.data.target import Target
+from outrider.data.thinned import Thinned
 from outrider.data.workers import Outcome, encode_all
 
 __all__ = ["FIRST_LABEL", "Counts", "Reading", "Row", "gather", "judge", "read_rows"]
@@ -37,21 +38,27 @@ def gather(
     reader: RecordReader,
     reading: Reading,
     watch: Callable[[Outcome], None] | None = None,
+    thinned: Thinned | None = None,
 ) -> Collector:
     """All rows of `source` with their counts, not judged; `watch` sees what each record gave.
 
-    Raises ValueError for data that cannot be read, and for rows that another target answered.
+    `thinned` are records of `source` that stand for all, and are read alone; a limit of tokens is
+    then of all that they stand for. Raises ValueError for data that cannot be read, and for rows
+    that another target answered.
     """
     collector, mixture = Collector(reader, reading), Mixture(source)
-    counts = collector.counts
-    for outcome in encode_all(reader, _checked(mixture, reader), reading.workers):
-        if reading.limit_tokens is not None and collector.tokens >= reading.limit_tokens:
+    counts, found, stride = collector.counts, iter(mixture), 1
+    if thinned is not None:
+        found, stride = iter(thinned.found), thinned.stride
+    for outcome in encode_all(reader, _checked(found, reader), reading.workers):
+        if reading.limit_tokens is not None and stride * collector.tokens >= reading.limit_tokens:
             counts.limit_reached = True
             break
         collector.add(outcome)
         if watch is not None:
             watch(outcome)
-    counts.ran_out = None if counts.limit_reached else mixture.ran_out
+    ran_out = mixture.ran_out if thinned is None else thinned.ran_out
+    counts.ran_out = None if counts.limit_reached else ran_out
     if reader.tokenizer is not None:
         counts.end_names = {token: reader.show([token]) for token in counts.ends}
     return collector
@@ -63,10 +70,10 @@ def _read(source: str, reader: RecordReader, reading: Reading) -> Read:
     return Read(collector.rows, collector.counts)
 
 
-def _checked(mixture: Mixture, reader: RecordReader) -> Iterator[Numbered]:
+def _checked(found: Iterable[Numbered], reader: RecordReader) -> Iterator[Numbered]:
     """The records; the first answered one of each source is checked against the template."""
     checked = set[str]()
-    for one in mixture:
+    for one in found:
         if one.source not in checked and reader.check_prompt(one.record):
             checked.add(one.source)
         yield one

@@ -45,6 +45,10 @@ class CheckSettings:
     """Write what can be mended safely into this new folder: recipe.yaml, which the trainers take by
     --recipe, and rows.jsonl, the data without its refused rows; then check that instead."""
 
+    every_row: bool = False
+    """Encode every row. Otherwise rows evenly spread over large data stand for all, so that a check
+    takes no more than a minute; --fix and --row-report always encode every row."""
+
     show: int = 3
     """Rows to show token by token."""
 
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     ours, settings = parse(given, entry_of(given))
     use_free_threads(settings.run.threads)
-    report = check(settings, num_shown=ours.show)
+    report = check(settings, num_shown=ours.show, every_row=ours.every_row or ours.fix is not None)
     print(page.text(report, is_colored=is_colored()))
     if ours.fix is not None:
         report = mend(report, ours, type(settings))
@@ -126,7 +130,7 @@ def mend(report: Report, ours: CheckSettings, entry: type[Settings]) -> Report:
         for key, value in fixed.changes.items():
             print(f"  {key}: {report.settings.flat()[key]} -> {value}")
         _, settings = parse(["--recipe", str(fixed.recipe)], entry)
-        report = check(settings, num_shown=ours.show)
+        report = check(settings, num_shown=ours.show, every_row=True)
         print("\n" + page.text(report, is_colored=is_colored()))
     if not changed:
         print("nothing here can be fixed safely" if not report.is_good else "nothing to fix")

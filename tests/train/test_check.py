@@ -1,6 +1,7 @@
 """`outrider check` as a command: every kind of run, its page, its JSON, and the run asked for."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.data import thinned
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
 
@@ -84,6 +86,38 @@ def test_heldout_rows_are_checked(check: Check, heldout_file: Path, rows_file: P
     assert both.code == 1
     assert "is also training row" in both.found["held-out rows"].seen
     assert "no prompt_ids" in check("--heldout", str(rows_file)).found["held-out rows"].seen
+
+
+def test_large_data_is_checked_by_a_sample_that_is_told_as_one(
+    check: Check, monkeypatch: pytest.MonkeyPatch, rows_file: Path, tmp_path: Path
+) -> None:
+    lines = rows_file.read_text("utf-8").splitlines(keepends=True) * 8
+    lines[0] = '{"id": "r0", "input_ids": [5, 6, 7]}\n'  # the first is always in a sample
+    data = tmp_path / "many.jsonl"
+    data.write_text("".join(lines), encoding="utf-8")
+    whole = check(data=data)
+    assert "224 read: 223 kept, 0 cut, 0 dropped, 1 refused" in whole.found["rows"].seen
+    assert "sample" not in whole.said.partition("sample rows")[0]
+
+    monkeypatch.setattr(runner, "thin", partial(thinned.thin, most_work=1100))
+    result = check(data=data)
+    rows_seen = result.found["rows"].seen
+    kept = [number for number in range(1, 225) if thinned.is_kept(number, 4)]
+    assert f"a sample, 1 of 4 of 224 records: {len(kept)} read: {len(kept) - 1} kept" in rows_seen
+    assert result.found["refused rows"].seen.startswith("1 (")
+    assert "estimated from the sample" in result.found["steps"].seen
+    ours, all_rows = (one.record["plan"] for one in (result, whole))
+    for told in ("disk_bytes", "seconds"):
+        assert ours[told]["total"] == pytest.approx(all_rows[told]["total"], rel=0.2)
+    assert ours["tokens"] == pytest.approx(all_rows["tokens"], rel=0.1)
+
+    limited = check("--max-tokens", "1000", data=data)
+    assert limited.record["plan"]["tokens"] == 1000
+    for flags in (("--every-row",), ("--row-report", str(tmp_path / "report.jsonl"))):
+        assert check(*flags, data=data).found["rows"].seen == whole.found["rows"].seen
+    fixed = check("--fix", str(tmp_path / "fixed"), data=data)
+    assert fixed.code == 0
+    assert len((tmp_path / "fixed" / "rows.jsonl").read_text("utf-8").splitlines()) == 223
 
 
 # The command

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from outrider.data.chat import Encoded
+from outrider.data.collect import Collector
 from outrider.data.mixture import Numbered
+from outrider.data.thinned import Thinned
 from outrider.data.workers import Outcome
 from outrider.train.settings import Settings
 
@@ -62,6 +64,8 @@ class Case:
 
     settings: Settings
     device: torch.device
+    every_row: bool = False
+    """Encode every row, however long that takes."""
     parts: dict[type[Any], Any] = field(default_factory=dict)
 
     def give(self, kind: type[T], part: T) -> T:
@@ -74,3 +78,14 @@ class Case:
         if kind not in self.parts:
             raise Lacking(kind.__name__)
         return self.parts[kind]
+
+    @property
+    def stands_for(self) -> float:
+        """Records of the data for each one that was encoded; 1 where all were."""
+        if Thinned not in self.parts:
+            return 1.0
+        thinned, collector = self.get(Thinned), self.get(Collector)
+        limit = self.settings.data.max_tokens
+        if collector.counts.limit_reached and limit is not None and thinned.stride > 1:
+            return limit / collector.tokens
+        return thinned.read / max(len(thinned.found), 1)

@@ -75,9 +75,16 @@ def shallow_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_vocabulary(
-    vocabulary: Vocabulary | None, target: Target, rows: Sequence[Row] = ()
+    vocabulary: Vocabulary | None,
+    target: Target,
+    rows: Sequence[Row] = (),
+    *,
+    stands_for: float = 1.0,
 ) -> Iterator[Finding]:
-    """The supervised tokens that a reduced draft vocabulary covers; `rows` if it may be larger."""
+    """The supervised tokens that a reduced draft vocabulary covers; `rows` if it may be larger.
+
+    It was counted on all rows where each stands for 1.
+    """
     name = "draft vocabulary"
     if vocabulary is None:
         yield ok(name, f"all of the target's {target.tokenizer_size} tokens")
@@ -96,7 +103,7 @@ def check_vocabulary(
     if vocabulary.covered < LITTLE:
         more = f": --draft-vocab {fix['draft_vocab']} covers {ENOUGH:.0%}" if fix else ""
         yield warn(name, seen, f"no token outside can be drafted{more}", **fix)
-    elif size > vocabulary.distinct and vocabulary.covered == 1:
+    elif stands_for == 1 and size > vocabulary.distinct and vocabulary.covered == 1:
         yield warn(
             name,
             f"{seen}; draft_vocab {size} exceeds the {vocabulary.distinct} distinct supervised "

@@ -29,8 +29,13 @@ class Heldout(NamedTuple):
     """Modes of the chat template that they were made in."""
 
 
-def check_heldout(data: DataSettings, target: Target, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Held-out rows can be judged on, do not train, and are of the same mode of the template."""
+def check_heldout(
+    data: DataSettings, target: Target, rows: Sequence[Row], stands_for: float = 1.0
+) -> Iterator[Finding]:
+    """Held-out rows can be judged on, do not train, and are of the same mode of the template.
+
+    `rows` are all that train where each stands for 1.
+    """
     yield from check_some_heldout(data)
     if data.heldout is None:
         return
@@ -40,7 +45,8 @@ def check_heldout(data: DataSettings, target: Target, rows: Sequence[Row]) -> It
     except (ValueError, OSError) as error:
         yield failed(NAME, error)
         return
-    yield ok(NAME, f"{len(found.named)} in {data.heldout}, none of them among the rows that train")
+    ours = "rows that train" if stands_for == 1 else f"{len(rows)} sampled rows"
+    yield ok(NAME, f"{len(found.named)} in {data.heldout}, none of them among the {ours}")
     yield from check_modes(data, found.modes)
 
 

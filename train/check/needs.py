@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,17 @@ class Part(NamedTuple):
     """Bytes."""
 
 
-def check_needs(ground: Ground, keep: Callable[[Plan], None]) -> Iterator[Finding]:
-    """The plan's figures; what is written must fit on its disks. `keep` is given the plan."""
-    job = job_of(ground)
+def check_needs(
+    ground: Ground, keep: Callable[[Plan], None], stands_for: float = 1.0
+) -> Iterator[Finding]:
+    """The plan's figures; what is written must fit on its disks. `keep` is given the plan.
+
+    Each of the ground's rows stands for so many.
+    """
+    job = replace(job_of(ground), scale=stands_for)
     plan = plan_here(job)
     keep(plan)
-    yield ok("steps", plan.work)
+    yield ok("steps", plan.work + (" (estimated from the sample)" if stands_for != 1 else ""))
     if ground.tuning is not None:
         told = job.joint.lines(ground.settings, plan.steps.total)
         yield ok("joint", " ".join(line.strip() for line in told))

@@ -12,6 +12,7 @@ from outrider.data.counts import Counts, Fate
 from outrider.data.mixture import Mixture
 from outrider.data.rows import Reading, judge
 from outrider.data.target import Target
+from outrider.data.thinned import Thinned
 from outrider.train.check.case import Lengths, Sample
 from outrider.train.check.finding import Finding, fail, failed, ok, warn
 from outrider.train.check.template import words
@@ -23,8 +24,13 @@ STEP = 64
 """A proposed length is a multiple of this."""
 
 
-def check_rows(source: str, collector: Collector, reading: Reading) -> Iterator[Finding]:
-    """Every row is counted; what training refuses, and more rows lost than are allowed, fails."""
+def check_rows(
+    source: str, collector: Collector, reading: Reading, thinned: Thinned | None = None
+) -> Iterator[Finding]:
+    """Every row is counted; what training refuses, and more rows lost than are allowed, fails.
+
+    Of `thinned` data those are counted that were encoded, and it is told how many there are.
+    """
     counts, name = collector.counts, "rows"
     lost = counts.refused + counts.dropped
     turns = f" (and {counts.extra_turns} added, a row for each answer)"
@@ -34,6 +40,11 @@ def check_rows(source: str, collector: Collector, reading: Reading) -> Iterator[
     )
     if counts.limit_reached:
         seen += "; stopped at max_tokens"
+    if thinned is not None and thinned.stride > 1:
+        seen = (
+            f"a sample, 1 of {thinned.stride} of {thinned.read} records: {seen}; what follows "
+            "is of these alone (--every-row encodes all)"
+        )
     share = lost / max(len(counts.fates), 1)
     if lost and (share > reading.max_unsupervised or not collector.rows):
         yield fail(

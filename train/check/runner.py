@@ -14,6 +14,7 @@ from outrider.data.collect import Collector
 from outrider.data.forms import RecordReader
 from outrider.data.rows import gather
 from outrider.data.target import Target
+from outrider.data.thinned import Thinned, thin
 from outrider.train import assembly
 from outrider.train.assembly import DTYPES, Ground
 from outrider.train.check import head as head_checks
@@ -82,15 +83,20 @@ class Report:
         return not self.count("fail")
 
 
-def check(settings: Settings, *, num_shown: int = 3) -> Report:
+def check(settings: Settings, *, num_shown: int = 3, every_row: bool = False) -> Report:
     """Run every check that can run on settings that a training would take.
 
-    Nothing is written but the row_report that they ask for.
+    Of large data, rows evenly spread over it are encoded, unless `every_row` or a report of every
+    row is asked for. Nothing is written but the row_report that they ask for.
     """
     start = time.perf_counter()
     wanted = settings.run.device
     is_cuda = wanted != "cpu" and torch.cuda.is_available()
-    case = Case(settings=settings, device=torch.device("cuda" if is_cuda else "cpu"))
+    case = Case(
+        settings=settings,
+        device=torch.device("cuda" if is_cuda else "cpu"),
+        every_row=every_row or settings.data.row_report is not None,
+    )
     report = Report(settings=settings, case=case)
     for one in CHECKS:
         report.findings[one.name] = list(_guarded(one, case))
@@ -135,8 +141,11 @@ def _rows(case: Case) -> Iterator[Finding]:
     target, data = case.get(Target), case.settings.data
     reading, sample = replace(assembly.reading_of(case.settings), cache=None), Sample()
     reader = case.give(RecordReader, RecordReader.of(target, reading.template_options))
+    thinned: Thinned | None = None
     try:
-        collector = gather(data.data, reader, reading, sample.watch)
+        if not case.every_row:
+            thinned = case.give(Thinned, thin(data.data, limit_tokens=reading.limit_tokens))
+        collector = gather(data.data, reader, reading, sample.watch, thinned)
     except ValueError as error:
         yield failed("rows", error, **mode_fix(data.data, reading))
         return
@@ -146,7 +155,7 @@ def _rows(case: Case) -> Iterator[Finding]:
     case.give(Sample, sample)
     counts = collector.counts
     most = getattr(target.config, "max_position_embeddings", None) or reading.max_length
-    yield from row_checks.check_rows(data.data, collector, reading)
+    yield from row_checks.check_rows(data.data, collector, reading, thinned)
     yield from row_checks.check_refusals(counts)
     yield from row_checks.check_lengths(sample, counts, reading, most)
     if not collector.rows:  # told above
@@ -181,7 +190,9 @@ def _head(case: Case) -> Iterator[Finding]:
         return
     vocabulary, head = case.get(Made)
     is_kept = settings.head.init is not None and not settings.head.rebuild_vocab
-    yield from head_checks.check_vocabulary(vocabulary, target, () if is_kept else rows)
+    yield from head_checks.check_vocabulary(
+        vocabulary, target, () if is_kept else rows, stands_for=case.stands_for
+    )
     yield from head_checks.check_engines(head.config)
     yield from target_checks.check_rotary(head, target)
     yield from target_checks.check_positions(head.config, target, settings.data.max_length)
@@ -229,11 +240,11 @@ def _ground(case: Case) -> Ground:
 
 def _run(case: Case) -> Iterator[Finding]:
     rows = case.get(Collector).rows
-    yield from check_heldout(case.settings.data, case.get(Target), rows)
+    yield from check_heldout(case.settings.data, case.get(Target), rows, case.stands_for)
     ground = case.get(Ground)
     if case.settings.tuning is not None and ground.tuning is None:
         raise Lacking("step")
-    yield from check_needs(ground, lambda plan: case.parts.update({Plan: plan}))
+    yield from check_needs(ground, lambda plan: case.parts.update({Plan: plan}), case.stands_for)
 
 
 CHECKS: tuple[Check, ...] = (
