@@ -33,8 +33,9 @@ SHEETS = {
         source="NVIDIA H200 Tensor Core GPU data sheet (sparse figures halved)",
     ),
     "b200": Sheet(
-        title="NVIDIA B200", bf16=2.25e15, fp32=75e12, bandwidth=8e12, memory=180e9,
-        source="NVIDIA HGX B200 data sheet, an eighth of it (sparse figures halved)",
+        title="NVIDIA B200", bf16=2.25e15, fp32=75e12, bandwidth=7.67e12, memory=180e9,
+        source="NVIDIA HGX B200 data sheet, an eighth of it (sparse figures halved); bandwidth as "
+        "the driver of the 180 GB card states it (bus of 7,680 bits; pytorch/ao pull request 4002)",
     ),
     "l4": Sheet(
         title="NVIDIA L4", bf16=121e12, fp32=30.3e12, bandwidth=300e9, memory=24e9,
