@@ -5,14 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from outrider.data.anatomy import (
-    cache_keyword,
-    eos_ids,
-    find_blocks,
-    find_folder,
-    find_tables,
-    tokenizer_size,
-)
+from outrider.data.anatomy import find_folder
 from outrider.data.demo_target import DEMO_TARGET
 from outrider.data.target import Target
 
@@ -36,27 +29,10 @@ def outline(name: str, *, dtype: torch.dtype, reads_rows: bool) -> Target:
             f"target {name!r} has no {what} of a causal language model: {error}; name a model's "
             "folder or Hub id" + ("; or give --rows and --mean-length" if reads_rows else "")
         ) from error
-    text = model.config.get_text_config(decoder=True)
-    decoder, blocks = find_blocks(model, text, name)
-    tables = find_tables(model, text, name)
-    return Target(
-        name=name,
-        model=model,
-        tokenizer=tokenizer,
-        config=text,
-        decoder=decoder,
-        blocks=blocks,
-        embedding_VH=tables.embedding_VH,
-        embed_scale=tables.embed_scale,
-        output_VH=tables.output_VH,
-        softcap=tables.softcap,
-        eos_ids=eos_ids(model.generation_config, text, tokenizer),
-        tokenizer_size=tokenizer_size(tokenizer, tables.output_VH.shape[0], name),
-        cache_keyword=cache_keyword(decoder),
-    )
+    return Target.outlined(model, tokenizer, name=name)
 
 
 def empty(config: PretrainedConfig, dtype: torch.dtype) -> AutoModelForCausalLM:
     """The model of a config on the meta device."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -9,7 +9,6 @@ Letters: T positions of a row, N rows of a shard's tensor.
 import hashlib
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from outrider.data.files import sweep
 from outrider.data.folders import CloudFolder, Folder, folder_at
 from outrider.data.layout import Layout, Per, needed, num_bytes
 from outrider.data.packing import passes
+from outrider.data.room import check_budget, check_disk
 from outrider.data.rows import Row
 from outrider.data.states import States, TargetStates
 from outrider.data.target import Target
@@ -69,6 +69,20 @@ def store_bytes(rows: Sequence[Row], layout: Layout) -> int:
     return num_bytes(layout, rows) + header * len(_shards([len(row) for row in rows]))
 
 
+def bytes_left(
+    target: Target,
+    rows: Sequence[Row],
+    layout: Layout,
+    root: str | Path,
+    states: States | None = None,
+) -> int:
+    """Size of what a build has still to write: all of it in a cloud, or where nothing is yet."""
+    if "://" in str(root) or not any(Path(root).glob("*/key.json")):
+        return store_bytes(rows, layout)
+    folder = folder_at(root, _name(store_key(target, rows, layout, states)))
+    return store_bytes(_rows_of(_missing(folder, rows, layout)), layout)
+
+
 class FeatureStore:
     """Rows with their features, read from shards that are mapped into memory."""
 
@@ -106,16 +120,15 @@ class FeatureStore:
         when the folder holds other features than its name says.
         """
         key = store_key(target, rows, layout, states)
-        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-        folder = folder_at(root, name)
+        folder = folder_at(root, _name(key))
         folder.local.mkdir(parents=True, exist_ok=True)
         sweep(folder.local)
         _check_key(folder, key)
         missing = _missing(folder, rows, layout)
-        wanted = [row for span in missing.values() for row in span]
-        _check_budget(store_bytes(rows, layout), max_bytes)
+        wanted = _rows_of(missing)
+        check_budget(store_bytes(rows, layout), max_bytes)
         if not isinstance(folder, CloudFolder):
-            _check_disk(store_bytes(wanted, layout), folder)
+            check_disk(store_bytes(wanted, layout), folder)
         with folder.claim(KEY_CLAIM, wait=True):
             if folder.read("key.json") is None:
                 folder.write("key.json", json.dumps(key, indent=1).encode())
@@ -168,6 +181,14 @@ def _shards(lengths: Sequence[int]) -> list[range]:
             spans.append(range(start, index + 1))
             start, tokens = index + 1, 0
     return spans
+
+
+def _name(key: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def _rows_of(shards: Mapping[int, list[Row]]) -> list[Row]:
+    return [row for part in shards.values() for row in part]
 
 
 def _shard_name(number: int) -> str:
@@ -270,20 +291,3 @@ def _unlike(known: Mapping[str, object], wanted: Mapping[str, object]) -> Iterab
         for name in names
         if known.get(name) != wanted.get(name)
     ]
-
-
-def _check_budget(size: int, max_bytes: int | None) -> None:
-    if max_bytes is not None and size > max_bytes:
-        raise ValueError(
-            f"max_bytes is {max_bytes:,}, the features need {size:,} bytes; allow more, read fewer "
-            "tokens (limit_tokens, max_length), store int8 or int4, or compute features online"
-        )
-
-
-def _check_disk(size: int, folder: Folder) -> None:
-    free = shutil.disk_usage(folder.local).free
-    if size > free:
-        raise ValueError(
-            f"the features need {size:,} bytes, {folder.name} has {free:,} free; free some space, "
-            "read fewer tokens (limit_tokens, max_length), or store int8 or int4"
-        )

@@ -135,11 +135,25 @@ class Target:
         folder: Path | None = None,
     ) -> Self:
         """Wrap a model that is already built; it is frozen and checked with one tiny pass."""
+        target = cls.outlined(model, tokenizer, name=name, folder=folder)
+        _check_tables(target)
+        return target
+
+    @classmethod
+    def outlined(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        folder: Path | None = None,
+    ) -> Self:
+        """Freeze a model and find its parts; it need not run: weights may be on the meta device."""
         model.eval().requires_grad_(requires_grad=False)
         config = model.config.get_text_config(decoder=True)
         decoder, blocks = find_blocks(model, config, name)
         tables = find_tables(model, config, name)
-        target = cls(
+        return cls(
             name=name,
             model=model,
             tokenizer=tokenizer,
@@ -155,8 +169,6 @@ class Target:
             folder=folder,
             cache_keyword=cache_keyword(decoder),
         )
-        _check_tables(target)
-        return target
 
     def run(
         self,

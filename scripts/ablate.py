@@ -11,8 +11,6 @@ differences are paired by prompt. The results are table.md and ablation.json in 
 import hashlib
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from outrider.eval.report.tables import table
 from outrider.eval.trees.plans import plan_named
 from outrider.heads import DraftHead
 from outrider.scripts.compare_heads import run_notes
+from outrider.scripts.trained_runs import SharedSettings, train
 
 RUNS = {
     "base": "",
@@ -66,7 +65,7 @@ Cell: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(SharedSettings):
     """Which runs, on how much text."""
 
     output: Path = Path("runs/ablate")
@@ -75,21 +74,11 @@ class Settings:
     """Names of the runs to compare; the first is what the others are compared with."""
     list: bool = False
     """Print the runs and their flags, and stop."""
-    recipe: str = "demo"
-    """What all runs share."""
-    target: str = "smollm2-demo"
-    """The target, a folder or Hub id."""
-    data: str = "demo"
-    """Rows to train on."""
     heldout: str = "demo:heldout"
     """The target's answers at every temperature: they pick each run's best head and judge it."""
-    max_tokens: int = 280_000
-    """Tokens of the rows to use."""
     epochs: int = 3
     threads: int = 2
     """CPU threads."""
-    store: Path | None = None
-    """Stored features; by default a folder `features` in --output."""
     drafts: tuple[str, ...] = ("chain:1", "chain:3", "chain:5")
     """Draft plans to judge with."""
     per_kind: int | None = None
@@ -141,33 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command_of(settings: Settings, name: str) -> list[str]:
     """Flags of a run of outrider.train.eagle."""
-    shared: dict[str, Any] = {
-        "recipe": settings.recipe,
-        "target": settings.target,
-        "data": settings.data,
-        "heldout": settings.heldout,
-        "max-tokens": settings.max_tokens,
-        "epochs": settings.epochs,
-        "threads": settings.threads,
-        "store": settings.store or settings.output / "features",
-        "output": settings.output / name,
-    }
-    words = [word for key, value in shared.items() for word in (f"--{key}", str(value))]
-    return [*words, *shlex.split(RUNS[name])]
-
-
-def train(folder: Path, flags: Sequence[str]) -> None:
-    """Train one EAGLE run, or go on with it; the very same run is not begun again once done."""
-    done = folder / "done.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8")) == [*flags]:
-        print(f"{folder.name}: done already in {folder}", flush=True)
-        return
-    command = [sys.executable, "-m", "outrider.train.eagle", *flags]
-    print(shlex.join(command), flush=True)
-    ended = subprocess.run(command, check=False)
-    if ended.returncode:
-        sys.exit(ended.returncode)
-    write_whole(done, json.dumps([*flags]) + "\n")
+    return [*settings.command(name), *shlex.split(RUNS[name])]
 
 
 def held_trace(

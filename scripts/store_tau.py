@@ -30,14 +30,14 @@ from outrider.eval.offline.texts import read_texts
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.report.provenance import file_hashes, provenance
 from outrider.eval.stats import Interval, mean_quotient
-from outrider.scripts.ablate import train
+from outrider.scripts.trained_runs import SharedSettings, train
 
 Scores = dict[str, dict[int, dict[int, Score]]]
 """By form, seed and length of chain."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(SharedSettings):
     """Which stores, on how much text."""
 
     output: Path = Path("runs/store-tau")
@@ -46,21 +46,8 @@ class Settings:
     """Settings of --feature-dtype; the first is what the others are divided by."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of training."""
-    recipe: str = "demo"
-    """What all runs share."""
-    target: str = "smollm2-demo"
-    """The target, a folder or Hub id."""
-    data: str = "demo"
-    """Rows to train on."""
     heldout: str = "demo:heldout"
     """The target's greedy answers that judge all heads."""
-    max_tokens: int = 280_000
-    """Tokens of the rows to use."""
-    epochs: int = 1
-    threads: int = 1
-    """CPU threads."""
-    store: Path | None = None
-    """Stored features; by default a folder `features` in --output."""
     lengths: tuple[int, ...] = (3, 5)
     """Lengths of the chains that judge."""
 
@@ -76,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = tyro.cli(Settings, args=argv, prog="store_tau")
     for seed in settings.seeds:
         for form in settings.forms:
-            train(folder_of(settings, form, seed), command_of(settings, form, seed))
+            train(settings.output / name_of(form, seed), command_of(settings, form, seed))
     torch.set_num_threads(settings.threads)
     found = scores(settings, Target.load(settings.target))
     compared = comparisons(found)
@@ -84,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = {
         "provenance": provenance(),
         "flags": {
-            f"{form}-{seed}": command_of(settings, form, seed)
+            name_of(form, seed): command_of(settings, form, seed)
             for form in settings.forms
             for seed in settings.seeds
         },
         "heads": {
-            f"{form}-{seed}": file_hashes(folder_of(settings, form, seed) / "last")
+            name_of(form, seed): file_hashes(settings.output / name_of(form, seed) / "last")
             for form in settings.forms
             for seed in settings.seeds
         },
@@ -107,37 +94,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{text}\n{settings.output}/table.md and store-tau.json")
 
 
-def folder_of(settings: Settings, form: str, seed: int) -> Path:
-    """The run folder of a form and a seed."""
-    return settings.output / f"{form}-{seed}"
+def name_of(form: str, seed: int) -> str:
+    """What the run of a form and a seed is called."""
+    return f"{form}-{seed}"
 
 
 def command_of(settings: Settings, form: str, seed: int) -> list[str]:
     """Flags of a run of outrider.train.eagle."""
-    shared: dict[str, Any] = {
-        "recipe": settings.recipe,
-        "target": settings.target,
-        "data": settings.data,
-        "heldout": "None",
-        "max-tokens": settings.max_tokens,
-        "epochs": settings.epochs,
-        "threads": settings.threads,
-        "device": "cpu",
-        "save-every": 200,
-        "keep-last": 1,
-        "feature-dtype": form,
-        "seed": seed,
-        "store": settings.store or settings.output / "features",
-        "output": folder_of(settings, form, seed),
-    }
-    return [word for key, value in shared.items() for word in (f"--{key}", str(value))]
+    return settings.command(
+        name_of(form, seed),
+        heldout=None,
+        device="cpu",
+        save_every=200,
+        keep_last=1,
+        feature_dtype=form,
+        seed=seed,
+    )
 
 
 def scores(settings: Settings, target: Target) -> Scores:
     """Scores of every head on one trace."""
     heads = {
         form: {
-            seed: judged_head(folder_of(settings, form, seed) / "last", target)
+            seed: judged_head(settings.output / name_of(form, seed) / "last", target)
             for seed in settings.seeds
         }
         for form in settings.forms

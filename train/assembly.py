@@ -17,7 +17,7 @@ from outrider.data.options import chat_notes, parse_options
 from outrider.data.prefetch import Prefetched
 from outrider.data.rows import Counts, Reading, Row, read_rows
 from outrider.data.states import BareRows, OnlineFeatures
-from outrider.data.store import FeatureStore
+from outrider.data.store import FeatureStore, bytes_left
 from outrider.data.target import Target
 from outrider.data.template import template_hash
 from outrider.eval.link import tables
@@ -133,16 +133,25 @@ def features(ground: Ground) -> Features:
         return BareRows(ground.rows, dtype=ground.target.dtype)
     if data.online:
         return OnlineFeatures(ground.target, ground.rows, layers=ground.layers)
-    states = None
-    if data.hidden_states is not None:
-        states = FileStates(data.hidden_states, ground.target, ground.layers, ground.rows)
     return FeatureStore.build_or_open(
         ground.target,
         ground.rows,
         layout=layout(ground),
         root=ground.store_folder,
-        states=states,
+        states=given_states(ground),
     )
+
+
+def features_left(ground: Ground) -> int:
+    """Bytes of the run's store that are not there yet."""
+    root = ground.store_folder
+    return bytes_left(ground.target, ground.rows, layout(ground), root, given_states(ground))
+
+
+def given_states(ground: Ground) -> FileStates | None:
+    """Hidden states that others extracted; None where the target computes them."""
+    folder = ground.settings.data.hidden_states
+    return None if folder is None else FileStates(folder, ground.target, ground.layers, ground.rows)
 
 
 def is_stored(settings: Settings) -> bool:

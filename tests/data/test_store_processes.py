@@ -37,7 +37,7 @@ def job(out, form, limit, check):
     if int(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     if check == "unchecked":  # as when another program takes the room after the check
-        store._check_disk = lambda *_: None
+        store.check_disk = lambda *_: None
     sys.stdout = sys.stderr = open(f"{out}.said", "w")
     words = ["--target", "{root}/target", "--data", "{root}/rows.jsonl", "--out", out]
     words += ["--layers", "2", "3", "4", "--feature-dtype", form]

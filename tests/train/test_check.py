@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.data import thinned
+from outrider.data import store, thinned
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
 
@@ -61,6 +61,41 @@ def test_features_that_do_not_fit_on_the_disk_fail(
     assert check().wrong == ["disk space"]
     free = heads - 1
     assert check("--online").wrong == ["disk space"]
+
+
+def test_features_that_are_stored_already_need_no_room(
+    check: Check,
+    train: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    rows_file: Path,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(store, "SHARD_TOKENS", 64)
+    run = ("--store", str(tmp_path / "stored"), "--output", str(tmp_path / "checked"))
+    run += ("--unroll-steps", "2")
+    disk = check(*run).record["plan"]["disk_bytes"]
+    heads = round(disk["checkpoints"] + disk["exports"])
+    free = heads + round(disk["features"] / 2)
+    monkeypatch.setattr(
+        needs, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=free))
+    )
+    assert check(*run).wrong == ["disk space"]
+    with pytest.raises(SystemExit, match="0"):
+        train(*run, "--stop-after-steps", "1")
+    free = heads
+    assert check(*run).code == 0
+    shards = sorted((tmp_path / "stored").glob("*/features-*.safetensors"))
+    left = sum(shard.stat().st_size for shard in shards[1:3])
+    for shard in shards[1:3]:
+        shard.unlink()
+    free = heads + round(1.05 * left)
+    partly = check(*run)
+    assert partly.code == 0
+    assert "the features that are not stored yet" in partly.found["disk space"].seen
+    free = heads + round(0.95 * left)
+    assert check(*run).wrong == ["disk space"]
+    free = heads + round(1.05 * left)  # other features than those that are there
+    assert check(*run, "--feature-dtype", "float32").wrong == ["disk space"]
 
 
 def test_the_plan_is_what_the_trainer_plans(

@@ -1,7 +1,7 @@
 """New heads start with induction heads, the same in every layout, unless told not to."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,21 +37,28 @@ def repeated_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("batch_size", [2, 7])
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda head, batches: start_from_states(head, batches).num_heads == 2,
+        lambda head, batches: fit_to_states(head, batches, 2).num_rows > 0,
+    ],
+    ids=["induction", "fitted"],
+)
 def test_the_start_does_not_depend_on_the_batch(
-    wide_folder: Path, repeated_rows: Path, batch_size: int
+    wide_folder: Path, repeated_rows: Path, start: Callable[[EagleHead, Batches], bool]
 ) -> None:
     target = Target.load(str(wide_folder))
     rows, _ = read_rows(str(repeated_rows), target, Reading(max_length=64))
     weights = []
-    for size in (1, batch_size):
+    for size in (1, 2, 7):
         torch.manual_seed(0)
         head = EagleHead(EagleConfig.from_target(target.config)).attach(tables(target))
         source = OnlineFeatures(target, rows, layers=head.config.aux_layers)
-        batches = Batches(source, size=64, batch_size=size, seed=5)
-        assert start_from_states(head, batches).num_heads == 2
+        assert start(head, Batches(source, size=64, batch_size=size, seed=5))
         weights.append({name: value.clone() for name, value in head.state_dict().items()})
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    for other in weights[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -90,23 +97,6 @@ def test_a_packed_store_starts_from_the_positions_it_keeps(
     for name, weight in reference.state_dict().items():
         gap = (ours.state_dict()[name] - weight).norm() / weight.norm().clamp(min=1e-9)
         assert gap < (0.02 if form == "int8" else 0.2), name
-
-
-@pytest.mark.parametrize("batch_size", [2, 7])
-def test_the_fitted_start_does_not_depend_on_the_batch(
-    wide_folder: Path, repeated_rows: Path, batch_size: int
-) -> None:
-    target = Target.load(str(wide_folder))
-    rows, _ = read_rows(str(repeated_rows), target, Reading(max_length=64))
-    weights = []
-    for size in (1, batch_size):
-        torch.manual_seed(0)
-        head = EagleHead(EagleConfig.from_target(target.config)).attach(tables(target))
-        source = OnlineFeatures(target, rows, layers=head.config.aux_layers)
-        batches = Batches(source, size=64, batch_size=size, seed=5)
-        assert fit_to_states(head, batches, 2).num_rows > 0
-        weights.append({name: value.clone() for name, value in head.state_dict().items()})
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_a_packed_store_starts_as_a_raw_one(

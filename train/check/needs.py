@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.train.assembly import Ground, is_stored, local_folder
+from outrider.train.assembly import Ground, features_left, is_stored, local_folder
 from outrider.train.check.finding import Finding, fail, ok
 from outrider.train.job import Disk
 from outrider.train.plan import Plan, existing, gib, job_of, plan_here
@@ -37,18 +37,23 @@ def check_needs(
         yield ok("joint", " ".join(line.strip() for line in told))
     for section in plan.sections():
         yield ok(section.name, section.told())
-    yield check_space(ground, plan.disk)
+    yield check_space(ground, plan.disk, knows_all=stands_for == 1)
 
 
-def check_space(ground: Ground, disk: Disk) -> Finding:
-    """What goes to each file system, and what is free there; features in a cloud are not asked."""
+def check_space(ground: Ground, disk: Disk, *, knows_all: bool) -> Finding:
+    """What goes to each file system, and what is free there; features in a cloud are not asked.
+
+    Features that are stored already need no more room, where `knows_all` rows.
+    """
     settings = ground.settings
     heads = Part(
         "checkpoints and heads", Path(settings.run.output), disk.checkpoints + disk.exports
     )
     parts = [heads]
     if is_stored(settings) and "://" not in ground.store_folder:
-        parts.append(Part("features", local_folder(settings), disk.features))
+        left = features_left(ground) if knows_all else disk.features
+        name = "features" if left == disk.features else "the features that are not stored yet"
+        parts.append(Part(name, local_folder(settings), left))
     told, wrong = list[str](), list[str]()
     for group in by_device(parts):
         size = sum(part.size for part in group)
