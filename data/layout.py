@@ -205,7 +205,10 @@ class Packed:
 
     def decode(self, rows: Sequence[Row], found: Sequence[Mapping[str, Tensor]]) -> list[StoredRow]:
         whole = {name: torch.cat([share[name] for share in found]) for name in self.parts}
-        states = self.codec.decode(whole).flatten(1).split([len(one["scale"]) for one in found])
+        state_NX = self.codec.decode(whole).flatten(1)
+        states = state_NX.split([len(one["scale"]) for one in found])
+        lengths = [len(row) for row in rows]
+        room = state_NX.new_empty(sum(lengths), state_NX.shape[1], dtype=torch.bfloat16)
         sums_S2 = whole["law_sums"]
         law = (
             self.vocabulary.ids_W[whole["law_ids"].long()].int(),
@@ -215,12 +218,14 @@ class Packed:
         )
         counts = [len(share["law_sums"]) for share in found]
         laws = zip(*(tensor.split(counts) for tensor in law), strict=True)
-        return [self._row(*one) for one in zip(rows, states, laws, strict=True)]
+        places = room.split(lengths)
+        return [self._row(*one) for one in zip(rows, places, states, laws, strict=True)]
 
-    def _row(self, row: Row, state_NX: Tensor, law: tuple[Tensor, ...]) -> StoredRow:
-        """States and laws at their places; zeros elsewhere."""
+    def _row(
+        self, row: Row, state_TX: Tensor, state_NX: Tensor, law: tuple[Tensor, ...]
+    ) -> StoredRow:
+        """States, written into `state_TX`, and laws at their places; zeros elsewhere."""
         kept = len(state_NX)
-        state_TX = state_NX.new_empty(len(row), state_NX.shape[1], dtype=torch.bfloat16)
         state_TX[:kept] = state_NX
         state_TX[kept:] = 0
         nothing = state_TX[:, :0]

@@ -129,10 +129,11 @@ class Rotated(Codec):
 
     @override
     def decode(self, found: Mapping[str, Tensor]) -> Tensor:
-        codes = found["codes"]
-        rotated = codes.float() if self.bits == 8 else _levels(codes)
-        state_NLH = rotate(rotated * found["scale"].float()[..., None], back=True)
-        return state_NLH.scatter(-1, found["exact_channels"].long(), found["exact"].float())
+        codes, scale_NL1 = found["codes"], found["scale"].float()[..., None]
+        # In place where it can be: fresh memory for a batch costs as much as the arithmetic.
+        scaled = codes * scale_NL1 if self.bits == 8 else _levels(codes).mul_(scale_NL1)
+        state_NLH = rotate(scaled, back=True)
+        return state_NLH.scatter_(-1, found["exact_channels"].long(), found["exact"].float())
 
 
 CODECS: dict[str, Codec] = {
@@ -161,7 +162,7 @@ def rotate(state: Tensor, *, back: bool = False) -> Tensor:
             parts = mixed.reshape(-1, size, inner)
             mixed = torch.bmm(mix.expand(len(parts), size, size), parts)
     mixed = mixed.reshape(state.shape)
-    return mixed * signs_H if back else mixed
+    return mixed.mul_(signs_H) if back else mixed
 
 
 @cache
@@ -233,15 +234,18 @@ def _round_to_4(rotated_NLH: Tensor) -> tuple[Tensor, Tensor]:
 
 def _levels(codes_NLC: Tensor) -> Tensor:
     """The levels [N, L, H] that packed codes stand for."""
-    pairs = _pairs().to(codes_NLC.device).index_select(0, codes_NLC.flatten().int())
-    return pairs.view(*codes_NLC.shape[:-1], 2 * codes_NLC.shape[-1])
+    found = _pairs().to(codes_NLC.device).index_select(0, codes_NLC.flatten().int())
+    return found.view(torch.float32).view(*codes_NLC.shape[:-1], 2 * codes_NLC.shape[-1])
 
 
 @cache
 def _pairs() -> Tensor:
-    """The two levels of every byte of codes."""
+    """The two levels of every byte of codes, side by side in one number of 64 bits.
+
+    To look up numbers takes a quarter of the time of looking up rows of two.
+    """
     byte, levels = torch.arange(256), _all_levels()
-    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=-1)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=-1).view(torch.int64).flatten()
 
 
 @cache
