@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import torch
 from safetensors import safe_open
@@ -92,13 +92,14 @@ class FeatureStore:
         self._rows = list(rows)
         self.lengths = [len(row) for row in rows]
         self.row_ids = [row.row_id for row in rows]
-        self._places: list[tuple[int, dict[Per, int]]] = []
+        self._places: list[tuple[int, dict[Per, slice]]] = []
         for number, span in enumerate(_shards(self.lengths)):
             starts: dict[Per, int] = {"position": 0, "law": 0}
             for index in span:
-                self._places.append((number, dict(starts)))
-                for per in starts:
-                    starts[per] += layout.count(rows[index], per)
+                ends = {per: at + layout.count(rows[index], per) for per, at in starts.items()}
+                spans = {per: slice(at, ends[per]) for per, at in starts.items()}
+                self._places.append((number, spans))
+                starts = ends
         self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
     @classmethod
@@ -159,16 +160,14 @@ class FeatureStore:
 
     def _share(self, index: int) -> dict[str, Tensor]:
         """A row's part of every tensor of its shard."""
-        number, starts = self._places[index]
-        row, file = self._rows[index], self._open(number)
-        counts = {per: self.layout.count(row, per) for per in starts}
-        return {
-            name: file.get_slice(name)[starts[part.per] : starts[part.per] + counts[part.per]]
-            for name, part in self.layout.parts.items()
-        }
+        number, spans = self._places[index]
+        shard = self._open(number)
+        return {name: shard[name][spans[part.per]] for name, part in self.layout.parts.items()}
 
-    def _opened(self, number: int) -> Any:  # noqa: ANN401 - safetensors has no type for it
-        return safe_open(self.folder.path(_shard_name(number)), framework="pt")
+    def _opened(self, number: int) -> dict[str, Tensor]:
+        """The shard's tensors, mapped: what is not looked at is not read."""
+        with safe_open(self.folder.path(_shard_name(number)), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in self.layout.parts}
 
 
 def _shards(lengths: Sequence[int]) -> list[range]:
