@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from outrider.data import folders
+from outrider.data import folders, room
 from outrider.data import store as store_module
 from outrider.data.batches import Batches
 from outrider.data.files import temporary_for
@@ -219,6 +219,6 @@ def test_size_is_known_first_and_a_budget_is_obeyed(build, target, monkeypatch):
 
 def test_a_full_disk_is_refused_before_any_work(build, monkeypatch):
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="has 10 free; free some space"):
         build()
