@@ -17,15 +17,12 @@ from outrider.eval.report.provenance import provenance
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the engine said, and what was predicted."""
+class LogSettings:
+    """What the engine said, and which prediction it is held against."""
 
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     """File or http(s) address: metrics text of vLLM or SGLang (several scrapes in order give
     windows between them), a log, or JSON lines of SGLang's answers with meta_info; repeat."""
-
-    prediction: Path
-    """The .json file of an outrider eval of the served head, with the served chain length."""
 
     head: str | None = None
     """Which head of the prediction, where it has several."""
@@ -45,9 +42,6 @@ class Settings:
     level: float = 0.05
     """Most chance of any false alarm, over all windows together."""
 
-    out: Path | None = None
-    """Write this .json file."""
-
     def __post_init__(self) -> None:
         if not self.log:
             raise ValueError("no log given; name the engine's metrics or log with --log")
@@ -59,6 +53,20 @@ class Settings:
         for text in self.kind:
             if "=" not in text:
                 raise ValueError(f"kind is {text!r}; write ROUTE=KIND")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LogSettings):
+    """What the engine said, and what was predicted."""
+
+    prediction: Path
+    """The .json file of an outrider eval of the served head, with the served chain length."""
+
+    out: Path | None = None
+    """Write this .json file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.out is not None and self.out.suffix != ".json":
             raise ValueError(f"out is {self.out}; name a file that ends in .json")
 
@@ -68,10 +76,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = tyro.cli(
         Settings, args=argv, prog="outrider drift", config=(tyro.conf.FlagCreatePairsOff,)
     )
+    verdicts = hold(settings, read_results(settings.prediction))
+    if settings.out is not None:
+        record: dict[str, Any] = {"schema_version": 1, "provenance": provenance()}
+        record |= {"level": settings.level, "windows": [asdict(one) for one in verdicts]}
+        write_whole(settings.out, json.dumps(record, indent=1) + "\n")
+        print(settings.out)
+    if any(one.is_drift for one in verdicts):
+        raise SystemExit(1)
+
+
+def hold(settings: LogSettings, results: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Hold every window of the logs against the results of an evaluation, and print the table."""
     sources = [(Path(one).name or one, read_source(one)) for one in settings.log]
     windows = read_windows(sources, log_interval=settings.log_interval)
     windows += totals(windows)
-    results = read_results(settings.prediction)
     kinds = dict(text.rsplit("=", 1) for text in settings.kind)
     if strange := set(kinds) - {window.route for window in windows}:
         raise ValueError(
@@ -93,13 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"no drift at level {settings.level:g} over all windows")
     for note in sorted({note for one in windows for note in one.notes}):
         print(f"note: {note}")
-    if settings.out is not None:
-        record: dict[str, Any] = {"schema_version": 1, "provenance": provenance()}
-        record |= {"level": settings.level, "windows": [asdict(one) for one in verdicts]}
-        write_whole(settings.out, json.dumps(record, indent=1) + "\n")
-        print(settings.out)
-    if drifted:
-        raise SystemExit(1)
+    return verdicts
 
 
 def read_source(place: str) -> str:
@@ -146,7 +159,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def predict(
-    results: Sequence[Mapping[str, Any]], window: Window, settings: Settings, kind: str | None
+    results: Sequence[Mapping[str, Any]], window: Window, settings: LogSettings, kind: str | None
 ) -> Prediction:
     """The one result that a window is held against. ValueError when none or several fit."""
     draft = settings.draft

@@ -24,6 +24,7 @@ from outrider.eval.report.provenance import file_hashes
 from outrider.eval.report.tables import losses, markdown, table
 from outrider.eval.trees.plans import expand
 from outrider.heads import DraftHead
+from outrider.scripts.drift_command import LogSettings, hold
 
 _DEMO = "demo:heldout"
 
@@ -70,6 +71,10 @@ class EvalSettings:
 
     markdown: Path | None = None
     """Write the tables in Markdown to this file."""
+
+    engine_log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Hold what an engine said (its metrics' address or text, or its log; repeat) against these
+    figures, as outrider drift does with a file of them; exit status 1 where it has drifted."""
 
     seed: int = 0
     """Of the intervals' bootstrap, and of the choice of --tree-texts."""
@@ -130,6 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes = _notes(settings, target, models)
         paths = write_report(settings.out, {"evaluation": result}, notes=notes, title=title)
         print(f"{paths.json} and {paths.html}")
+    if settings.engine_log:
+        verdicts = hold(LogSettings(log=settings.engine_log), result["results"])
+        if any(one.is_drift for one in verdicts):
+            raise SystemExit(1)
 
 
 def load_heads(folders: Sequence[str], target: Target) -> dict[str, DraftHead]:

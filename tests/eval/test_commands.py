@@ -175,6 +175,40 @@ def test_answers_to_other_prompts_or_settings_are_not_taken_for_these(
         trace_command.main([*command, "--max-new-tokens", "4"])
 
 
+def engine_said(path: Path, rounds: int, accepted: list[int]) -> str:
+    """vLLM's counters after so many rounds of chains."""
+    label, name = 'engine="0",model_name="m"', "vllm:spec_decode_num"
+    lines = [
+        f"{name}_drafts_total{{{label}}} {rounds}",
+        f"{name}_draft_tokens_total{{{label}}} {rounds * len(accepted)}",
+        f"{name}_accepted_tokens_total{{{label}}} {sum(accepted)}",
+    ]
+    for place, count in enumerate(accepted):
+        lines.append(f'{name}_accepted_tokens_per_pos_total{{{label},position="{place}"}} {count}')
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_an_engines_counts_are_held_against_the_figures_of_the_same_run(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace(files, "--out", str(tmp_path / "t"), "--layers", "1", "3", "5")
+    arguments = ["--target", str(files / "target"), "--trace", str(tmp_path / "t")]
+    arguments += ["--head", str(files / "run" / "good"), "--draft", "chain:2"]
+    out = tmp_path / "figures.json"
+    eval_command.main([*arguments, "--out", str(out)])
+    (result,) = json.loads(out.read_text())["evaluation"]["results"]
+    counts = [round(1000 * one["value"]) for one in result["survival"]]
+    same = engine_said(tmp_path / "same.txt", 1000, counts)
+    eval_command.main([*arguments, "--engine-log", same])
+    assert "no drift at level 0.05" in capsys.readouterr().out
+    other = engine_said(tmp_path / "other.txt", 1000, [1000, 1000])
+    with pytest.raises(SystemExit) as caught:
+        eval_command.main([*arguments, "--engine-log", other])
+    assert caught.value.code == 1
+    assert "drift: engine=0,model_name=m" in capsys.readouterr().out
+
+
 def test_damaged_heads_and_traces_are_named(files: Path, tmp_path: Path) -> None:
     trace(files, "--out", str(tmp_path / "t"), "--layers", "1", "3", "5")
     head = tmp_path / "head"
