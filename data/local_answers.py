@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.data.answers import Answer, Decoding, Emit, Request
 from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.packed_linears import packed_linears
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, Stream, draw_rows, process, row_key, uniform
 from outrider.data.target import Target
@@ -45,8 +46,9 @@ class LocalAnswers:
 
     def answer(self, prompts: Sequence[tuple[Request, list[int]]], emit: Emit) -> None:
         """Answer (request, prompt ids) pairs, in any order."""
-        for answer in answers(self.target, prompts, self.decoding):
-            emit(answer)
+        with packed_linears(self.target):
+            for answer in answers(self.target, prompts, self.decoding):
+                emit(answer)
 
 
 class _Slot(NamedTuple):
