@@ -35,7 +35,7 @@ def choose(
             f"draft vocabulary size is {size}; it must hold the {len(kept)} ids that are always in "
             f"and be at most {limit}"
         )
-    order = counts_V[:limit].double()
+    order = counts_V[:limit].double().clone()
     order[torch.tensor(kept, dtype=torch.int64)] = float("inf")
     ids_W = torch.argsort(order, descending=True, stable=True)[:size]
     return ids_W.sort().values

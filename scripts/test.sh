@@ -16,6 +16,9 @@ fi
 full=0
 if [ "${1:-}" = "--full" ]; then full=1; shift; fi
 
+# Two processes share the tests, of one thread each (OUTRIDER_TEST_PROCESSES for more).
+share=(-n "${OUTRIDER_TEST_PROCESSES:-2}" --dist worksteal)
+
 # Static tools cannot see the editable install's import hook: give them links to follow.
 mkdir -p build/types/outrider
 for room in heads train data eval scripts; do ln -sfn "$PWD/$room" "build/types/outrider/$room"; done
@@ -26,8 +29,8 @@ echo "== types"; pyrefly check --summary=none
 
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 if [ "$full" = 1 ]; then
-  echo "== all tests"; pytest -q --durations=15 "$@"
+  echo "== all tests"; pytest -q "${share[@]}" --durations=15 "$@"
   echo "== the whole demo"; bash scripts/demo.sh
 else
-  echo "== quick tests"; pytest -q -m "not slow" --durations=10 "$@"
+  echo "== quick tests"; pytest -q "${share[@]}" -m "not slow" --durations=10 "$@"
 fi

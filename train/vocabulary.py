@@ -24,7 +24,7 @@ from outrider.eval.ceiling import law_sums
 from outrider.heads.vocab import choose, coverage
 
 FILE_VERSION = 1
-MOST_MASS_TOKENS = 1 << 16
+MOST_MASS_TOKENS = 1 << 19
 """Tokens that the target reads at most to tell which tokens it gives most probability."""
 
 

@@ -116,3 +116,9 @@ def test_scatter_places_probabilities_at_target_ids():
     assert torch.equal(wide[:, ids], probs)
     assert float(wide.sum()) == 1.0
     assert head.to_target(torch.tensor([2, 0])).tolist() == [90, 3]
+
+
+def test_choosing_leaves_the_scores_as_they_are():
+    scores = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    choose(scores, 2, always=[0])
+    assert scores.tolist() == [0.1, 0.4, 0.2, 0.3]
