@@ -56,7 +56,7 @@ def test_an_alpha_on_a_data_sheet_gives_table_and_report(
     assert "throughput of one GPU at most" in shown
     assert "requests of 64 tokens that start together" in shown
     report = json.loads(out.read_text())
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert report["provenance"]["settings"]["alpha"] == "0.7"
     tune = report["tune"]
     assert [one["context"] for one in tune["contexts"]] == [1024, 8192]
