@@ -21,6 +21,12 @@ from outrider.train.recipe import parse
 from outrider.train.settings import Settings
 
 
+KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+MOST_KERNELS = "64"
+"""Matrix kernels that oneDNN keeps on a CPU. Every step has its own number of supervised rows, so
+that its default of 1,024 is never used again and takes more than the rest of a step."""
+
+
 def launch(kind: type[Settings], argv: Sequence[str] | None = None) -> None:
     """Train a head of the kind that these are the settings of.
 
@@ -32,6 +38,7 @@ def launch(kind: type[Settings], argv: Sequence[str] | None = None) -> None:
 
 def run(kind: type[Settings], argv: Sequence[str] | None, held: ExitStack) -> None:
     """Parse, prepare and train; `held` keeps what must last until the end."""
+    os.environ.setdefault(KERNELS, MOST_KERNELS)  # read when the first product is made
     try:
         settings = parse(argv, kind)
         if settings.run.plan:
