@@ -20,7 +20,6 @@ from outrider.train.provenance import write_provenance
 from outrider.train.recipe import parse
 from outrider.train.settings import Settings
 
-
 KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_KERNELS = "64"
 """Matrix kernels that oneDNN keeps on a CPU. Every step has its own number of supervised rows, so
