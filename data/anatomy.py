@@ -54,7 +54,8 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
 def files_hash(folder: Path) -> str:
     """SHA-256 over names and bytes of a model's files: config, weights, tokenizer, template."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)}):
+    patterns = (*MODEL_FILES, "*.bin")  # a local folder may hold weights of the older form
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         digest.update(f"\n{path.name}\n".encode())
         digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()

@@ -133,6 +133,11 @@ class RecordReader:
                 f"loss_mask has {len(mask)} entries for {len(ids)} input_ids, values "
                 f"{sorted(set(mask))[:5]}; give one 0 or 1 per token"
             )
+        seen = record.get("attention_mask", [1] * len(ids))
+        if not isinstance(seen, list) or len(seen) != len(ids) or not set(seen) <= {0, 1}:
+            raise RowError("attention_mask needs one 0 or 1 for each of input_ids; or leave it out")
+        ids = [token for token, is_there in zip(ids, seen, strict=True) if is_there]
+        mask = [on for on, is_there in zip(mask, seen, strict=True) if is_there]
         ends = [token for token, on in zip(ids, mask, strict=True) if on and token in self.eos_ids]
         spans = (("given", len(ids)),)
         return [Encoded(ids, mask, turn=0, end_ids=ends, spans=spans)]

@@ -40,6 +40,13 @@ def read_requests(source: str, sampling: Sampling) -> list[Request]:
                 f"{source} row {number} has no question; give `messages` in which a user speaks "
                 "last, or last before the answer, or give `prompt`"
             )
+        system = row.pop("system", None)
+        if isinstance(system, str) and system.strip():
+            if messages[0].get("role") == "system":
+                raise ValueError(
+                    f"{source} row {number} has a system field and a system message; keep one"
+                )
+            messages = [{"role": "system", "content": system}, *messages]
         extra = {key: value for key, value in row.items() if key not in _WRITTEN_HERE}
         requests.append(Request(name, messages, sampling, extra))
     if not requests:

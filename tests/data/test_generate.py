@@ -464,3 +464,16 @@ def test_the_demo_target_gives_the_demo_file():
     same = [by_id[row["id"]].answer_ids == row["answer_ids"] for row in rows]
     # A near tie may fall the other way where matrices are multiplied in another order.
     assert sum(same) >= len(rows) - 1
+
+
+def test_a_system_field_is_part_of_the_question(tmp_path):
+    ask = {"role": "user", "content": "Name a river."}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"id": "a", "messages": [ask], "system": "Be short."}) + "\n")
+    (request,) = read_requests(str(path), Sampling())
+    assert request.messages == [{"role": "system", "content": "Be short."}, ask]
+    assert "system" not in request.extra
+    both = [{"role": "system", "content": "Be long."}, ask]
+    path.write_text(json.dumps({"id": "a", "messages": both, "system": "Be short."}) + "\n")
+    with pytest.raises(ValueError, match="row 1 has a system field and a system message"):
+        read_requests(str(path), Sampling())

@@ -164,6 +164,14 @@ def test_tokenised_rows_under_any_name_of_the_mask(tmp_path, target, name, value
     assert counts.roles == {"given": [5, 2]}
 
 
+def test_padding_that_attention_mask_tells_is_no_part_of_a_row(tmp_path, target):
+    ids = {"input_ids": [0, 5, 6, 7, 8, 2, 0, 0], "attention_mask": [0, 1, 1, 1, 1, 1, 0, 0]}
+    (row,), counts = rows_of(tmp_path, target, {**ids, "labels": ids["input_ids"]})
+    assert row.ids.tolist() == [5, 6, 7, 8, 2]
+    assert row.mask.all()
+    assert counts.roles == {"given": [5, 5]}
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -175,6 +183,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ({"input_ids": [10**4000, 5, 6], "loss_mask": [0, 0, 1]}, "outside the target's"),
         ({"input_ids": [2**63, 5, 6], "loss_mask": [0, 0, 1]}, "outside the target's"),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 2**70]}, "one 0 or 1 per token"),
+        (
+            {"input_ids": [5, 6], "loss_mask": [0, 1], "attention_mask": [1]},
+            "attention_mask needs one 0 or 1 for each",
+        ),
         ({"input_ids": None, "loss_mask": None}, "not a list of integers"),
         ({"input_ids": [[5]], "loss_mask": [1]}, "not a list of integers"),
         ({"input_ids": [], "loss_mask": []}, "no supervised token"),

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from outrider.data.anatomy import find_folder, non_finite
+from outrider.data.anatomy import files_hash, find_folder, non_finite
 from outrider.data.capture import check_layers, default_layers
 from outrider.data.target import Target
 
@@ -277,6 +277,14 @@ def test_loading_a_folder_gives_the_same_target(tmp_path, make_model, make_token
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.chat_template == tokenizer.chat_template
     assert Target.load(str(tmp_path), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_fingerprint_sees_weights_of_the_older_form(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"one")
+    first = files_hash(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"two")
+    assert files_hash(tmp_path) != first
 
 
 def test_the_fingerprint_sees_weights_config_and_tokenizer(tmp_path, make_model, make_tokenizer):
