@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.eval.metrics import Round, RoundCounts, count
+from outrider.eval.report.lines import aligned
 
 LEGEND = (
     "R rounds (target calls after the prefill), D drafted, A accepted with nothing cut, K accepted "
@@ -179,9 +180,4 @@ def names_table(names: Sequence[Name]) -> str:
     for one in names:
         shown = " ".join(f"{value:.3f}" for value in one.values) or "not from a run"
         rows.append((one.tool, one.name, shown, one.formula))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, "", LEGEND])
+    return "\n".join([*aligned(rows), "", LEGEND])

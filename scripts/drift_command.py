@@ -13,6 +13,7 @@ import tyro
 from outrider.data.files import write_whole
 from outrider.eval.production.drift import Prediction, Verdict, judge
 from outrider.eval.production.engine_log import Window, read_windows
+from outrider.eval.report.lines import aligned
 from outrider.eval.report.provenance import provenance
 
 
@@ -214,13 +215,8 @@ def drift_table(verdicts: Sequence[Verdict]) -> str:
                 "DRIFT" if one.is_drift else "",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     about = (
         "calls judge drafts; length is 1 + accepted a call; by position: accepted of those judged "
         "there; p: Student's t with prompts' own spread, Bonferroni in a window, Holm over windows"
     )
-    return "\n".join([*lines, about])
+    return "\n".join([*aligned(rows), about])

@@ -104,7 +104,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     target = Target.load(settings.target)
     heads = load_heads(settings.head, target)
-    traces = _open_traces(settings, target, heads)
+    traces = open_traces(
+        settings.trace,
+        target,
+        heads.values(),
+        settings.temperature,
+        settings.per_kind,
+        off_policy=settings.off_policy,
+    )
     for folder in settings.head:
         for name, trace in traces.items():
             check_mode(folder, trace.template_options, name)
@@ -159,18 +166,28 @@ def named_models(models: Mapping[str, DraftModel]) -> dict[str, DraftHead | Draf
     return {names[name]: model for name, model in models.items()}
 
 
-def _open_traces(
-    settings: EvalSettings, target: Target, heads: dict[str, DraftHead]
+def open_traces(
+    names: Sequence[str],
+    target: Target,
+    heads: Iterable[DraftHead],
+    temperatures: Sequence[float],
+    per_kind: int | None,
+    *,
+    off_policy: bool = False,
 ) -> dict[str, Trace]:
-    traces: dict[str, Trace] = {}
-    names = short_names([name for name in settings.trace if name != _DEMO], parts=1)
-    for name in settings.trace or (_DEMO,):
+    """Traces by a short name: folders, and the demo's at each temperature, which is the default.
+
+    Text that is not the target's own is refused where off_policy is not set.
+    """
+    heads, traces = list(heads), dict[str, Trace]()
+    short = short_names([name for name in names if name != _DEMO], parts=1)
+    for name in names or (_DEMO,):
         if name == _DEMO:
-            for temperature in settings.temperature:
-                found = demo_trace(target, heads.values(), temperature, settings.per_kind)
+            for temperature in temperatures:
+                found = demo_trace(target, heads, temperature, per_kind)
                 traces[f"{name}, T={temperature:g}"] = found
         else:
-            traces[names[name]] = Trace(Path(name), allow_off_policy=settings.off_policy)
+            traces[short[name]] = Trace(Path(name), allow_off_policy=off_policy)
     return traces
 
 

@@ -19,9 +19,7 @@ from outrider.eval.policies.paths import head_rows
 from outrider.eval.policies.policy import Policy
 from outrider.eval.report.provenance import file_hashes, provenance
 from outrider.heads import DraftHead
-from outrider.scripts.eval_command import demo_trace, load_heads, short_names
-
-_DEMO = "demo:heldout"
+from outrider.scripts.eval_command import load_heads, open_traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = Target.load(settings.target)
     heads = load_heads(settings.head, target)
     policies = [policy_named(text) for text in settings.policy]
-    traces = _open_traces(settings, target, heads)
+    traces = open_traces(
+        settings.trace, target, heads.values(), settings.temperature, settings.per_kind
+    )
     parts = _replay(settings, target, heads, policies, traces)
     results, differences = parts["results"], parts["differences"]
     print(policy_table(results))
@@ -170,18 +170,3 @@ def fitting(policies: Sequence[Policy], trace: Trace, rule: str | None) -> list[
     if not used:
         raise ValueError("no policy is left to replay; give --rule match, or other policies")
     return used
-
-
-def _open_traces(
-    settings: Settings, target: Target, heads: dict[str, DraftHead]
-) -> dict[str, Trace]:
-    traces: dict[str, Trace] = {}
-    names = short_names([name for name in settings.trace if name != _DEMO], parts=1)
-    for name in settings.trace or (_DEMO,):
-        if name == _DEMO:
-            for temperature in settings.temperature:
-                found = demo_trace(target, heads.values(), temperature, settings.per_kind)
-                traces[f"{name}, T={temperature:g}"] = found
-        else:
-            traces[names[name]] = Trace(Path(name))
-    return traces

@@ -19,6 +19,7 @@ from outrider.data.states import OnlineFeatures
 from outrider.data.store import FeatureStore
 from outrider.data.target import Target
 from outrider.eval.ceiling import MEASURES, Cost, costs, law_sums, tally
+from outrider.eval.report.lines import aligned
 from outrider.heads.vocab import choose
 from outrider.train.vocabulary import count, safe_ids, supervised, write_vocabulary
 
@@ -222,8 +223,4 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             for name in HEADINGS
         ]
         lines.append((one["rows_of"], one["by"], one["kind"], str(one["size"]), *shares))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines))

@@ -20,8 +20,8 @@ from outrider.eval.offline.batching import (
 )
 from outrider.eval.offline.coins import Contexts, chain_coins
 from outrider.eval.offline.contexts import DraftVocabulary
-from outrider.eval.offline.rounds import score_lengths
-from outrider.eval.offline.scores import Score, in_order, join
+from outrider.eval.offline.rounds import collect, joined
+from outrider.eval.offline.scores import Score
 from outrider.eval.offline.traces import Trace, TraceRow
 from outrider.heads import DraftHead
 from outrider.heads.plan import RowPlan
@@ -56,10 +56,8 @@ def score_chain(
     for batch in batches(trace, head.config.aux_layers, rows):
         drafts = HeadLogits.of(head, batch, depth)
         coins = chain_coins(drafts, batch, trace, target, vocabulary, rule=rule, depth=depth)
-        for length, part in score_lengths(batch, coins, lengths, rule, "chain:{}").items():
-            parts[length].append(part)
-    wanted = [trace.row_ids[i] for i in (range(len(trace)) if rows is None else rows)]
-    return {length: in_order(join(found), wanted) for length, found in parts.items()}
+        collect(parts, batch, coins, rule, "chain:{}")
+    return joined(parts, trace, rows)
 
 
 class HeadLogits(NamedTuple):

@@ -15,8 +15,8 @@ from outrider.eval.drafters.by_plan import text_drafter
 from outrider.eval.offline.batching import check_lengths, check_match, check_rule
 from outrider.eval.offline.coins import Coins, Contexts, Judge, empty_coins
 from outrider.eval.offline.contexts import DraftVocabulary
-from outrider.eval.offline.rounds import score_lengths
-from outrider.eval.offline.scores import Score, join
+from outrider.eval.offline.rounds import collect, joined
+from outrider.eval.offline.scores import Score
 from outrider.eval.offline.traces import Trace, TraceRow
 from outrider.eval.trees.plans import TextPlan
 
@@ -44,9 +44,8 @@ def score_lookup(
     for index in range(len(trace)) if rows is None else rows:
         row = trace.row(index, ())
         coins = _coins(row, drafts_of(row, plan), target, trace)
-        for length, part in score_lengths([row], coins, lengths, rule, form).items():
-            parts[length].append(part)
-    return {length: join(found) for length, found in parts.items()}
+        collect(parts, [row], coins, rule, form)
+    return joined(parts, trace, rows)
 
 
 def drafts_of(row: TraceRow, plan: TextPlan) -> Tensor:

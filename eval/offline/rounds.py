@@ -3,7 +3,7 @@
 B rows, T places in the answer, K drafts at most, L = K + 1 draft lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.eval.offline.cells import cells
 from outrider.eval.offline.coins import Coins
 from outrider.eval.offline.renewal import Renewal, renewal, survival
-from outrider.eval.offline.scores import Floats, Score
-from outrider.eval.offline.traces import TraceRow
+from outrider.eval.offline.scores import Floats, Score, in_order, join
+from outrider.eval.offline.traces import Trace, TraceRow
 
 
 def score_lengths(
@@ -29,6 +29,22 @@ def score_lengths(
         length: _score(batch, coins, solved, min(length, depth), rule, form.format(length))
         for length in lengths
     }
+
+
+def collect(
+    parts: dict[int, list[Score]], batch: Sequence[TraceRow], coins: Coins, rule: str, form: str
+) -> None:
+    """Add a batch's scores of every length to those of the batches before."""
+    for length, part in score_lengths(batch, coins, list(parts), rule, form).items():
+        parts[length].append(part)
+
+
+def joined(
+    parts: Mapping[int, list[Score]], trace: Trace, rows: Sequence[int] | None
+) -> dict[int, Score]:
+    """All batches' scores by length, in the trace's order or that of `rows`."""
+    wanted = [trace.row_ids[i] for i in (range(len(trace)) if rows is None else rows)]
+    return {length: in_order(join(found), wanted) for length, found in parts.items()}
 
 
 def _score(

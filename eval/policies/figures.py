@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.eval.policies.policy import Oracle, Policy
 from outrider.eval.policies.replay import Replayed, Row, States, replay, replay_oracle
+from outrider.eval.report.lines import aligned
 from outrider.eval.stats import ratio, ratio_difference
 
 Floats = NDArray[np.float64]
@@ -163,11 +164,7 @@ def policy_table(results: Sequence[Mapping[str, Any]]) -> str:
                 _bounds(speed),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def _bounds(found: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.eval.metrics import refuse_lossy
+from outrider.eval.report.lines import aligned
 
 Figures = Mapping[str, Any]
 
@@ -28,7 +29,7 @@ def table(evaluation: Figures) -> str:
         )
         for one in evaluation["results"]
     ]
-    return "\n".join([_columns(rows), *_notes(evaluation)])
+    return "\n".join([*aligned(rows), *_notes(evaluation)])
 
 
 def losses(evaluation: Figures) -> str:
@@ -44,7 +45,7 @@ def losses(evaluation: Figures) -> str:
         )
         for one in evaluation["results"]
     ]
-    return _columns(rows)
+    return "\n".join(aligned(rows))
 
 
 def markdown(evaluation: Figures) -> str:
@@ -172,14 +173,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _interval(one: Figures, digits: int = 3) -> str:

@@ -1,12 +1,16 @@
 """A tiny random target, text of its own, and a head that has learned it from other text."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
@@ -21,7 +25,16 @@ from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace
 from outrider.eval.offline.tree import score_tree
 from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
-from outrider.heads import CONFIGS, HEADS, DraftHead, EagleConfig, EagleHead, RowPlan, States
+from outrider.heads import (
+    CONFIGS,
+    HEADS,
+    DraftHead,
+    EagleConfig,
+    EagleHead,
+    RowPlan,
+    States,
+    save_head,
+)
 from outrider.heads.fused import score_pairs, teacher_of
 
 VOCAB, EOS, LAYERS = 61, 3, (1, 3, 5)
@@ -117,6 +130,23 @@ def tiny_head(tiny_target: Target, make_texts: MakeTexts) -> EagleHead:
         loss.backward()
         optimizer.step()
     return head.eval().requires_grad_(requires_grad=False)
+
+
+@pytest.fixture(scope="session")
+def write_files(tiny_target: Target, tiny_head: EagleHead) -> Callable[[Path], None]:
+    """Writes the target with a tokenizer of words, the trained head and a fresh one like it."""
+
+    def write(root: Path) -> None:
+        tiny_target.model.save_pretrained(root / "target")
+        words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+        words.pre_tokenizer = WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3")
+        tokenizer.save_pretrained(root / "target")
+        save_head(tiny_head, root / "run" / "good")
+        fresh = EagleHead(tiny_head.config, tiny_head.draft_ids_W.clone())
+        save_head(fresh, root / "run" / "fresh")
+
+    return write
 
 
 @pytest.fixture(scope="session")

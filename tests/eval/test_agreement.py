@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -20,7 +16,7 @@ from outrider.eval.drafters.model import draft_model
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.trees.plans import write_static
-from outrider.heads import EagleHead, HeadCache, save_head
+from outrider.heads import EagleHead, HeadCache
 from outrider.scripts import agreement
 
 LAYERS = (1, 3, 5)
@@ -125,25 +121,19 @@ def test_a_planted_fault_breaks_the_agreement(
 
 
 def test_the_script_goes_on_where_it_stopped(
-    tiny_target: Target,
-    tiny_head: EagleHead,
+    write_files: Callable[[Path], None],
     make_texts: Callable[..., list[Text]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiny_target.model.save_pretrained(tmp_path / "target")
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3")
-    tokenizer.save_pretrained(tmp_path / "target")
-    save_head(tiny_head, tmp_path / "head")
+    write_files(tmp_path)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for text in make_texts(Sampling(), 6, 2):
             row = {"id": text.row_id, "kind": text.kind, "prompt_ids": text.prompt_ids}
             file.write(json.dumps({**row, "answer_ids": text.answer_ids}) + "\n")
     command = ["--target", str(tmp_path / "target"), "--text", str(tmp_path / "rows.jsonl")]
-    command += ["--head", str(tmp_path / "head"), "--model", "layers:2", "--tokens", "10"]
+    command += ["--head", str(tmp_path / "run" / "good"), "--model", "layers:2", "--tokens", "10"]
     command += ["--temperature", "0", "--output", str(tmp_path / "out")]
     agreement.main([*command, "--draft", "chain:1", "lookup:2"])
     made: list[str] = []

@@ -9,10 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -24,20 +20,13 @@ from outrider.scripts.cli import main as outrider
 
 @pytest.fixture(scope="module")
 def files(
-    tiny_target: Target,
-    tiny_head: EagleHead,
+    write_files: Callable[[Path], None],
     make_texts: Callable[..., list[Text]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A folder with target, two heads and answered rows at two temperatures."""
     root = tmp_path_factory.mktemp("files")
-    tiny_target.model.save_pretrained(root / "target")
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3").save_pretrained(root / "target")
-    save_head(tiny_head, root / "run" / "good")
-    other = EagleHead(tiny_head.config, tiny_head.draft_ids_W.clone())
-    save_head(other, root / "run" / "fresh")
+    write_files(root)
     with (root / "rows.jsonl").open("w") as file:
         for temperature in (0.0, 1.0):
             for text in make_texts(Sampling(temperature=temperature), 8):

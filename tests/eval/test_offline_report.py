@@ -8,17 +8,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
-from outrider.data.target import Target
 from outrider.eval.offline.losses import ENDS, LOSSES
 from outrider.eval.offline.texts import Text
 from outrider.eval.report import tables
-from outrider.heads import EagleHead, save_head
 from outrider.scripts.cli import main as outrider
 
 Run = Callable[..., dict[str, Any]]
@@ -30,19 +24,13 @@ DRAFTS = ("chain:1-3", "tree:3,2,4", "lookup:2", "suffix:1-2,4", "drawn:2,1,2")
 
 @pytest.fixture(scope="module")
 def folder(
-    tiny_target: Target,
-    tiny_head: EagleHead,
+    write_files: Callable[[Path], None],
     make_texts: Callable[..., list[Text]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A target, two heads, and traces at two temperatures, one of them of foreign text."""
     root = tmp_path_factory.mktemp("report")
-    tiny_target.model.save_pretrained(root / "target")
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3").save_pretrained(root / "target")
-    save_head(tiny_head, root / "run" / "good")
-    save_head(EagleHead(tiny_head.config, tiny_head.draft_ids_W.clone()), root / "run" / "fresh")
+    write_files(root)
     for temperature in (0.0, 1.0):
         with (root / f"t{temperature:g}.jsonl").open("w") as file:
             for text in make_texts(Sampling(temperature=temperature), 10):

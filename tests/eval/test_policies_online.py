@@ -4,9 +4,6 @@ import json
 import re
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -18,7 +15,6 @@ from outrider.eval.policies.figures import Costs, play
 from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
 from outrider.eval.stats import ratio
-from outrider.heads import save_head
 from outrider.scripts.cli import main as outrider
 
 LAYERS, LENGTH = (1, 3, 5), 24
@@ -120,13 +116,8 @@ def test_the_oracle_cannot_be_run(tiny_head):
         PolicyDrafter(tiny_head, policy_named("oracle:3"))
 
 
-def test_the_command_replays_and_writes(
-    tiny_target, tiny_head, greedy_texts, sampled_texts, tmp_path, capsys
-):
-    tiny_target.model.save_pretrained(tmp_path / "target")
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "target")
-    save_head(tiny_head, tmp_path / "run" / "good")
+def test_the_command_replays_and_writes(write_files, greedy_texts, sampled_texts, tmp_path, capsys):
+    write_files(tmp_path)
     target = Target.load(str(tmp_path / "target"))
     for name, texts, sampling in (
         ("cold", greedy_texts, Sampling()),
