@@ -138,14 +138,15 @@ def feature_memory(target: Target, layout: Layout | None, num_tokens: int) -> fl
 def induction_bytes(config: HeadConfig, num_tokens: int, max_length: int) -> float:
     """What the induction start holds (heads/induction.py), most of it for each sampled position.
 
-    The sample's states, twice; the fused ones in float32, whole and where they are counted; the
-    least squares in float64, twice, with what they are to give; embeddings, their codes and values;
-    and the output rows in float32, twice, with their Gram matrix.
+    The sample's states, twice; then the fused ones in float32, first whole and where they are
+    counted, later once beside the embeddings, three times, and the first layer's states on their
+    way to float64 and to unit spread; and the output rows in float32, twice, with Gram matrices.
     """
     sample = min(sample_size(config.target_hidden_size) + max_length, num_tokens)
     width, wide = config.target_hidden_size, config.hidden_size
     fused = len(config.aux_layers) * width
-    a_position = 2 * 2 * fused + 2 * 4 * fused + 3 * 8 * width + 2 * 8 * wide + 5 * 4 * wide
+    solving = 4 * fused + 3 * 4 * wide + (4 + 8 + 8) * width
+    a_position = 2 * 2 * fused + max(2 * 4 * fused, solving)
     rows = config.draft_vocab_size * wide * 4
     return sample * a_position + 2 * rows + 3 * 8 * (width * width + wide * wide)
 
