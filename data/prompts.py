@@ -41,7 +41,9 @@ def read_requests(source: str, sampling: Sampling) -> list[Request]:
                 "last, or last before the answer, or give `prompt`"
             )
         system = row.pop("system", None)
-        if isinstance(system, str) and system.strip():
+        if not isinstance(system, str | None):
+            raise ValueError(f"{source} row {number}: system is {system!r}; give a text, or none")
+        if system is not None and system.strip():
             if messages[0].get("role") == "system":
                 raise ValueError(
                     f"{source} row {number} has a system field and a system message; keep one"

@@ -99,6 +99,8 @@ class FeaturesSettings:
                 f"draft_vocab is {self.draft_vocab} with feature_dtype {self.feature_dtype}, which "
                 "keeps no laws; leave it out, or store int8, fp8 or int4"
             )
+        if self.draft_vocab_by == "mass" and self.draft_vocab is None:
+            raise ValueError("draft_vocab_by is 'mass' without draft_vocab; give it a size")
         if self.max_gigabytes is not None and self.max_gigabytes <= 0:
             raise ValueError(f"max_gigabytes is {self.max_gigabytes}; give a positive number")
 

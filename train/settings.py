@@ -148,6 +148,11 @@ class HeadSettings:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 check_range(name, value, low=1)
+        if self.draft_vocab_by == "mass" and self.draft_vocab is None:
+            raise ValueError(
+                "draft_vocab_by is 'mass' without draft_vocab, so that all tokens are in; give "
+                "draft_vocab a size, or set draft_vocab_by to frequency"
+            )
         if self.rebuild_vocab and self.init is None:
             raise ValueError("rebuild_vocab is set without init; name the head to start from")
         if self.rebuild_vocab and self.init == SHIPPED:

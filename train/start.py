@@ -91,7 +91,8 @@ def fresh_vocabulary(
         return vocabulary_of(given_W, supervised(rows), target.vocab_size)
     if choice.draft_vocab_by == "mass" and folder is not None:
         return likely_vocabulary(target, rows, choice.draft_vocab, folder)
-    return draft_vocabulary(target, rows, choice.draft_vocab)
+    frequent = draft_vocabulary(target, rows, choice.draft_vocab)
+    return replace(frequent, stands_in=choice.draft_vocab_by == "mass")
 
 
 def module_of(target: Target, draft_ids_W: Tensor | None, sizes: dict[str, Any]) -> DraftHead:

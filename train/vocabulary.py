@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -38,6 +39,8 @@ class Vocabulary:
     """Different supervised tokens seen."""
     covered: float
     """Share of supervised tokens inside: a ceiling on acceptance."""
+    stands_in: bool = False
+    """Whether it only has the size of one that the target is still to choose."""
 
 
 def draft_vocabulary(target: Target, rows: Sequence[Row], size: int) -> Vocabulary:
@@ -62,12 +65,14 @@ def likely_vocabulary(
     always = safe_ids(target.tokenizer, target.eos_ids)
     check_size(size, target.tokenizer_size)
     chosen = rows[:: -(-sum(len(row) for row in rows) // MOST_MASS_TOKENS) or 1]
-    digest = hashlib.sha256(f"{target.fingerprint()} {size}".encode())
+    digest = hashlib.sha256(f"{target.fingerprint()} {target.dtype} {size}".encode())
     for row in chosen:
         digest.update(row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
     kept = folder / f"mass-{digest.hexdigest()[:16]}.json" if folder is not None else None
     if kept is not None and kept.exists():
-        return vocabulary_of(read_vocabulary(kept, target), supervised(rows), target.vocab_size)
+        with suppress(ValueError):  # a damaged file is made again
+            ids_W = read_vocabulary(kept, target)
+            return vocabulary_of(ids_W, supervised(rows), target.vocab_size)
     source = OnlineFeatures(target, chosen, layers=())
     scores_V = law_sums(target, source, 1.0, title="draft vocabulary")
     ids_W = choose(scores_V, size, always, target.tokenizer_size)

@@ -477,3 +477,6 @@ def test_a_system_field_is_part_of_the_question(tmp_path):
     path.write_text(json.dumps({"id": "a", "messages": both, "system": "Be short."}) + "\n")
     with pytest.raises(ValueError, match="row 1 has a system field and a system message"):
         read_requests(str(path), Sampling())
+    path.write_text(json.dumps({"id": "a", "messages": [ask], "system": ["Be short."]}) + "\n")
+    with pytest.raises(ValueError, match=r"row 1: system is \['Be short.'\]"):
+        read_requests(str(path), Sampling())

@@ -145,6 +145,23 @@ def test_training_chooses_by_mass_itself_and_keeps_what_it_chose(
     monkeypatch.setattr(vocabulary, "law_sums", None)  # the second run reads what the first kept
     train(train_words(folder, tmp_path / "two", 16, *words))
     assert torch.equal(judged_head(tmp_path / "two" / "last", target).draft_ids_W, heads[0])
+    monkeypatch.undo()
+    (kept,) = (tmp_path / "features" / "vocabularies").iterdir()
+    kept.write_text(kept.read_text()[:40])  # a damaged one is made again
+    train(train_words(folder, tmp_path / "three", 16, *words))
+    assert torch.equal(judged_head(tmp_path / "three" / "last", target).draft_ids_W, heads[0])
+
+
+def test_a_plan_says_that_the_target_is_still_to_choose(folder, tmp_path, capsys):
+    train(train_words(folder, tmp_path / "one", 16, "--draft-vocab-by", "mass", "--plan"))
+    printed = capsys.readouterr().out
+    assert "draft vocabulary: 16 tokens, which the target chooses when training starts" in printed
+    assert "cover" not in printed
+    words = train_words(folder, tmp_path / "one", 16, "--draft-vocab-by", "mass")
+    sizeless = [word for word in words if word not in ("--draft-vocab", "16")]
+    with pytest.raises(SystemExit):
+        train(sizeless)
+    assert "draft_vocab_by is 'mass' without draft_vocab" in capsys.readouterr().err
 
 
 def test_the_mass_is_of_rows_evenly_spaced(folder, tmp_path, monkeypatch):

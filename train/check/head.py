@@ -90,6 +90,9 @@ def check_vocabulary(
         yield ok(name, f"all of the target's {target.tokenizer_size} tokens")
         return
     size = len(vocabulary.draft_ids_W)
+    if vocabulary.stands_in:
+        yield ok(name, f"{size} tokens, which the target chooses when training starts")
+        return
     seen = (
         f"{size} tokens cover {vocabulary.covered:.2%} of supervised tokens "
         f"({vocabulary.distinct} distinct); special, end and byte tokens are in"
