@@ -1,6 +1,7 @@
 """The target answers prompts in this process, by plain decoding with continuous batching.
 
-An answer depends on the target, the prompt, the row's id and the seed, not on the batch around it.
+An answer depends on the target, the prompt, the row's id and the seed, and on the batch around it
+by rounding alone: products of other shapes may turn a near tie.
 
 Letters: B rows of a batch, N some of them, T positions, H hidden size, V vocabulary.
 """
