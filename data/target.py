@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -223,7 +223,7 @@ class Target:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] of states after the final norm, in the target's precision."""
-        logits_NV = linear(hidden_NH.to(self.dtype), self.output_VH)
+        logits_NV = F.linear(hidden_NH.to(self.dtype), self.output_VH)
         if self.softcap is None:
             return logits_NV
         return torch.tanh(logits_NV / self.softcap) * self.softcap

@@ -15,6 +15,7 @@ from outrider.eval.drafters.model import DraftModel
 from outrider.eval.offline.drafted import score_drafts
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace
+from outrider.eval.packing import packed
 from outrider.eval.stats import ratio
 from outrider.eval.trees.plans import is_drawn, plan_named
 from outrider.heads import DraftHead
@@ -71,10 +72,13 @@ def own_texts(
 ) -> list[Text]:
     """The target's answers by plain decoding, row by row in the order given."""
     decoding = Decoding(max_new_tokens=num_tokens, sampling=sampling, seed=TEXT_SEED)
-    return [
-        prompt._replace(answer_ids=decode(target, prompt.prompt_ids, None, decoding, row=row).ids)
-        for row, prompt in enumerate(prompts)
-    ]
+    with packed(target):
+        answers = [
+            decode(target, prompt.prompt_ids, None, decoding, row=row).ids
+            for row, prompt in enumerate(prompts)
+        ]
+    pairs = zip(prompts, answers, strict=True)
+    return [prompt._replace(answer_ids=ids) for prompt, ids in pairs]
 
 
 def check(
@@ -84,6 +88,13 @@ def check(
 
     Raises ValueError for a draft without an offline score.
     """
+    with packed(target, drafter):
+        return _compare(drafter, target, trace, wanted)
+
+
+def _compare(
+    drafter: DraftHead | DraftModel | None, target: Target, trace: Trace, wanted: Check
+) -> Agreement:
     score = score_drafts(drafter, trace, target, [wanted.draft])[wanted.draft]
     plan, sampling = plan_named(wanted.draft), trace.sampling
     draws = is_drawn(plan) and not sampling.is_greedy

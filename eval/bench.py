@@ -21,6 +21,7 @@ from outrider.eval.cost import cost
 from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.metrics import count
+from outrider.eval.packing import packed
 from outrider.eval.stats import median
 from outrider.eval.trees.plans import is_drawn, plan_named
 from outrider.heads import DraftHead
@@ -91,8 +92,9 @@ def bench(
     settings = settings or BenchSettings()
     if not prompts:
         raise ValueError("no prompts to time; give at least one")
-    with _no_collection():
+    with packed(target, head), _no_collection():
         timings = _run_all(target, head, prompts, settings)
+        costs = cost(target, head) if with_cost else None
     kinds = ["all", *sorted({prompt.kind for prompt in prompts})]
     rows = [
         _row(timings, prompts, draft, kind, settings) for draft in settings.drafts for kind in kinds
@@ -106,7 +108,7 @@ def bench(
         },
         "rows": [row for row in rows if row is not None],
         "plain_ms_per_token": 1000 * middle(t.per_token for t in timings if t.draft == PLAIN),
-        "cost": cost(target, head) if with_cost else None,
+        "cost": costs,
     }
 
 

@@ -199,6 +199,11 @@ class DraftHead(nn.Module, ABC):
         size = self.config.num_proposable
         return [weight if size == weight.shape[0] else weight[:size] for weight in self.own_outputs]
 
+    def matrices(self) -> list[Tensor]:
+        """All that it may multiply by as it drafts, rows of the target's output head among them."""
+        own = [one for one in self.parameters() if one.ndim == 2]
+        return [*own, *self.output_weights()]
+
     def output_weight(self, dtype: torch.dtype | None = None, depth: int = 0) -> Tensor:
         """The rows that drafts of this depth are made with."""
         weights = self.output_weights(dtype)

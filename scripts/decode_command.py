@@ -23,6 +23,7 @@ from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
 from outrider.eval.metrics import count
 from outrider.eval.names import Run, names_table, reconcile
+from outrider.eval.packing import packed
 from outrider.eval.policies.named import policy_named
 from outrider.eval.rules import rule_named
 from outrider.eval.trees.plans import ChainPlan, LookupPlan, SuffixPlan, is_drawn, plan_named
@@ -128,7 +129,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = getattr(torch, settings.dtype)
     target = Target.load(settings.target, dtype=dtype, device=settings.device)
     prompts = read_prompts(settings, target)
-    drafter = make_drafter(settings, target)
+    head = load_drafting(settings, target)
+    drafter = make_drafter(settings, head)
+    with packed(target, head):
+        pairs, found = decode_all(settings, target, prompts, drafter)
+    keeps_text = pick_rule(settings.decoding, drafter or Plain()).keeps_text
+    if len(pairs) > 1:
+        print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
+    if settings.names:
+        runs = [pair.drafted for pair in pairs]
+        print(names_table(reconcile([Run(one.rounds, one.finish) for one in runs])))
+    if found and dtype == torch.float32:
+        sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
+    if any(one.kind == "defect" for one in found):
+        sys.exit("error: a text differs from plain decoding by more than rounding does")
+
+
+def decode_all(
+    settings: Settings, target: Target, prompts: Sequence[Prompt], drafter: Drafter | None
+) -> tuple[list[Pair], list[Divergence]]:
+    """Decode and print every prompt; returns the texts, and where any parts from plain decoding."""
     decoding = settings.decoding
     keeps_text = pick_rule(decoding, drafter or Plain()).keeps_text
     pairs: list[Pair] = []
@@ -151,15 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if keeps_text and not is_same(pairs[-1]):
             found.append(divergence(target, prompt, decoding, pairs[-1]))
             print(f"    {found[-1].text()}")
-    if len(pairs) > 1:
-        print(f"=== {len(pairs)} prompts: {figures(pairs, keeps_text=keeps_text)}")
-    if settings.names:
-        runs = [pair.drafted for pair in pairs]
-        print(names_table(reconcile([Run(one.rounds, one.finish) for one in runs])))
-    if found and dtype == torch.float32:
-        sys.exit("error: a text differs from plain decoding; in float32 this must not happen")
-    if any(one.kind == "defect" for one in found):
-        sys.exit("error: a text differs from plain decoding by more than rounding does")
+    return pairs, found
 
 
 def divergence(target: Target, prompt: Prompt, decoding: Decoding, pair: Pair) -> Divergence:
@@ -176,7 +188,18 @@ def divergence(target: Target, prompt: Prompt, decoding: Decoding, pair: Pair) -
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
-def make_drafter(settings: Settings, target: Target) -> Drafter | None:
+def load_drafting(settings: Settings, target: Target) -> DraftHead | DraftModel | None:
+    """The head or the draft model that is named; None for drafts of the text alone, or for none."""
+    if settings.policy is None and isinstance(plan_named(settings.draft), LookupPlan | SuffixPlan):
+        return None
+    if settings.model is not None:
+        return draft_model(settings.model, target)
+    if settings.head is not None:
+        return judged_head(settings.head, target, dtype=getattr(torch, settings.dtype))
+    return None
+
+
+def make_drafter(settings: Settings, head: DraftHead | DraftModel | None) -> Drafter | None:
     """The head as a drafter; its drafts are drawn where the rule asks for that."""
     plan, decoding = plan_named(settings.draft), settings.decoding
     policy = None if settings.policy is None else policy_named(settings.policy)
@@ -184,12 +207,7 @@ def make_drafter(settings: Settings, target: Target) -> Drafter | None:
         plan = ChainPlan(policy.most)
     if isinstance(plan, LookupPlan | SuffixPlan):
         return drafter_by(plan, None)
-    head: DraftHead | DraftModel
-    if settings.model is not None:
-        head = draft_model(settings.model, target)
-    elif settings.head is not None:
-        head = judged_head(settings.head, target, dtype=getattr(torch, settings.dtype))
-    else:
+    if head is None:
         return None
     draws = is_drawn(plan) and not decoding.sampling.is_greedy
     if decoding.rule is not None and isinstance(plan, ChainPlan):

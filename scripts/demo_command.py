@@ -23,6 +23,7 @@ from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import read_texts
+from outrider.eval.packing import packed
 from outrider.eval.report.page import build_report, read_training
 from outrider.eval.report.passage import passage
 from outrider.eval.report.provenance import file_hashes
@@ -175,13 +176,15 @@ def race(best: Path, size: Size) -> dict[str, Any]:
 def colour(best: Path, size: Size) -> dict[str, Any]:
     """One held-out answer in float32, which must be plain decoding's, token for token."""
     target = Target.load(TARGET)
-    drafter = HeadDrafter(judged_head(best, target), plan_named(PASSAGE_DRAFT))
+    head = judged_head(best, target)
+    drafter = HeadDrafter(head, plan_named(PASSAGE_DRAFT))
     decoding = Decoding(max_new_tokens=2 * size.timed_tokens)
     text = next(
         text for text in read_texts(HELDOUT, decoding.sampling) if text.kind == PASSAGE_KIND
     )
-    drafted = decode(target, text.prompt_ids, drafter, decoding)
-    plain = decode(target, text.prompt_ids, None, decoding)
+    with packed(target, head):
+        drafted = decode(target, text.prompt_ids, drafter, decoding)
+        plain = decode(target, text.prompt_ids, None, decoding)
     if drafted.ids != plain.ids:
         raise ValueError(
             f"row {text.row_id}: greedy float32 text with the head differs from plain decoding; "

@@ -18,6 +18,7 @@ from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import judged_head
 from outrider.eval.lossy import LOSSY_RULES, LossyRule, ensemble, nucleus, threshold, typical
 from outrider.eval.offline.texts import read_texts
+from outrider.eval.packing import packed
 from outrider.eval.trees.plans import ChainPlan, plan_named
 
 Name = Literal["typical", "nucleus", "threshold", "ensemble"]
@@ -115,10 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         rule = make_rule(settings, name)
         temperature = settings.sampling.temperature if rule.draws_drafts else 0.0
         drafter = HeadDrafter(head, plan, temperature=temperature)
-        texts = [
-            decode_lossy(rule, target, ids, drafter, decoding, row=row_key(row_id))
-            for ids, row_id in prompts.items()
-        ]
+        with packed(target, head):
+            texts = [
+                decode_lossy(rule, target, ids, drafter, decoding, row=row_key(row_id))
+                for ids, row_id in prompts.items()
+            ]
         found.append(bias(name, rule, texts))
     print(f"INEXACT: these texts are not the target's. {settings.draft}, {len(prompts)} prompts")
     print(table(found))

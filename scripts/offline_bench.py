@@ -26,6 +26,7 @@ from outrider.eval.link import judged_head
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import Text, read_texts
 from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.packing import packed
 from outrider.eval.trees.plans import plan_named
 from outrider.heads import DraftHead
 
@@ -82,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(settings.threads)
     target = Target.load(settings.target)
     head = judged_head(settings.head, target)
+    with packed(target, head):
+        run(settings, target, head)
+
+
+def run(settings: Settings, target: Target, head: DraftHead) -> None:
+    """Measure and print."""
     texts = list(some(settings))
     tokens = sum(len(text.answer_ids) for text in texts)
     with tempfile.TemporaryDirectory() as folder:

@@ -27,6 +27,7 @@ from outrider.eval.link import judged_head
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import Text, read_texts
 from outrider.eval.offline.traces import build_trace
+from outrider.eval.packing import packed
 from outrider.eval.report.page import write_report
 from outrider.eval.rows.head import HeadRows
 from outrider.eval.rows.loop import Prefill, decode_rows
@@ -93,14 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype = getattr(torch, settings.dtype)
         target = Target.load(settings.target, dtype=dtype)
         head = judged_head(settings.head, target, dtype=dtype)
-        texts = _texts(settings, target)
-        if "acceptance" in settings.stages:
-            _score(settings, target, head, texts)
-        for batch in settings.batches:
-            if "costs" in settings.stages:
-                _measure_costs(settings, target, head, texts, batch)
-            if "speeds" in settings.stages:
-                _measure_speeds(settings, target, head, texts, batch)
+        with packed(target, head):
+            texts = _texts(settings, target)
+            if "acceptance" in settings.stages:
+                _score(settings, target, head, texts)
+            for batch in settings.batches:
+                if "costs" in settings.stages:
+                    _measure_costs(settings, target, head, texts, batch)
+                if "speeds" in settings.stages:
+                    _measure_speeds(settings, target, head, texts, batch)
     if "report" in settings.stages:
         paths = sorted(settings.work.glob("costs-*.json"))
         if not paths:

@@ -11,6 +11,7 @@ from outrider.eval.offline.drafted import is_text_draft, score_drafts, some_rows
 from outrider.eval.offline.scores import Score, as_json, differences
 from outrider.eval.offline.summary import summary
 from outrider.eval.offline.traces import Trace
+from outrider.eval.packing import packed
 from outrider.heads import DraftHead
 
 TEXT = "text alone"
@@ -55,9 +56,10 @@ def evaluate(
         scored: dict[str, dict[str, Score]] = {}
         for name, drafter in drafters.items():
             begun = time.perf_counter()
-            scored[name] = score_drafts(
-                drafter, trace, target, drafts, rule=rule, tree_rows=tree_rows
-            )
+            with packed(target, drafter):
+                scored[name] = score_drafts(
+                    drafter, trace, target, drafts, rule=rule, tree_rows=tree_rows
+                )
             seconds = (time.perf_counter() - begun) / max(1, len(scored[name]))
             results += [
                 {

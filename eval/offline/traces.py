@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from outrider.data.files import locked, write_whole
+from outrider.data.packed_linears import packed_linears
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
 from outrider.eval.offline.policy import OnPolicy
@@ -211,12 +212,13 @@ def _finish(
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     policies = []
     starts = range(0, len(texts), _SHARD_ROWS)
-    for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=None):
-        shard = folder / _shard_name(start // _SHARD_ROWS)
-        if not shard.exists():
-            _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
-        with safe_open(shard, "pt") as file:
-            policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
+    with packed_linears(target):
+        for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=None):
+            shard = folder / _shard_name(start // _SHARD_ROWS)
+            if not shard.exists():
+                _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
+            with safe_open(shard, "pt") as file:
+                policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
     policy = sum(policies[1:], policies[0])
     if not allow_off_policy:
         policy.refuse_off_policy(str(folder))

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from outrider.data.target import Target
 from outrider.eval.decode import Decoding, position_limit
+from outrider.eval.packing import packed
 from outrider.eval.rows import EachRow, RowsDrafter
 from outrider.eval.rows.head import HeadRows
 from outrider.eval.rows.loop import RowsRun
@@ -92,7 +93,8 @@ def measure(
     for batch, context in tqdm(places, desc="measuring", unit="batch", leave=False, disable=None):
         found = done.get((batch, context))
         if found is None:
-            found = measure_at(target, head, settings, batch, context)
+            with packed(target, head):
+                found = measure_at(target, head, settings, batch, context)
             _note(journal, claim, batch, context, found)
         points += found
     return MeasuredCosts(
