@@ -13,7 +13,7 @@ from outrider.eval.link import judged_head
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.scores import Score as ChainScore
 from outrider.eval.offline.texts import Text, read_texts
-from outrider.eval.offline.traces import Trace, build_trace
+from outrider.eval.offline.traces import FORMAT, Trace, build_trace
 from outrider.train.parts import Score
 from outrider.train.settings import DataSettings
 
@@ -42,6 +42,7 @@ def heldout_trace(
         target.fingerprint(),
         list(layers),
         str(target.dtype),
+        FORMAT,  # a store outlives versions; what another wrote is traced anew beside it
     ):
         key.update(json.dumps(part).encode())
     folder = store / f"heldout-{key.hexdigest()[:16]}"
