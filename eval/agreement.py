@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
-from outrider.eval.decode import Decoding, decode
+from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.model import DraftModel
 from outrider.eval.offline.drafted import score_drafts
@@ -32,6 +32,8 @@ class Check:
     """A draft plan as it is written."""
     seed: int = 17
     """Of the loop's noise where drafts are drawn; otherwise the text's own."""
+    repeats: int = 1
+    """Decodings of each prompt, with noise of their own, where drafts are drawn."""
     name: str = "drafter"
     """For the table."""
     least_equal: float = 1.0
@@ -104,18 +106,21 @@ def _compare(
     for index in range(len(trace)):
         row = trace.row(index, ())
         ids = row.ids_T.tolist()
-        decoding = Decoding(
-            # Longer than the text where an end token closed it.
-            max_new_tokens=max(row.num_tokens, max_tokens(trace)),
-            sampling=sampling,
-            rule=score.rule,
-            seed=wanted.seed if draws else TEXT_SEED,
-        )
-        made = drafter_by(plan, drafter, temperature=sampling.temperature if draws else 0.0)
-        found = decode(target, ids[: row.prompt_length], made, decoding, row=index)
-        emitted.append(float(sum(one.emitted for one in found.rounds)))
-        rounds.append(float(len(found.rounds)))
-        is_same = found.ids == ids[row.prompt_length :]
+        seeds = range(wanted.seed, wanted.seed + wanted.repeats) if draws else [TEXT_SEED]
+        runs: list[Decoded] = []
+        for seed in seeds:
+            decoding = Decoding(
+                # Longer than the text where an end token closed it.
+                max_new_tokens=max(row.num_tokens, max_tokens(trace)),
+                sampling=sampling,
+                rule=score.rule,
+                seed=seed,
+            )
+            made = drafter_by(plan, drafter, temperature=sampling.temperature if draws else 0.0)
+            runs.append(decode(target, ids[: row.prompt_length], made, decoding, row=index))
+        emitted.append(float(sum(one.emitted for run in runs for one in run.rounds)))
+        rounds.append(float(sum(len(run.rounds) for run in runs)))
+        is_same = runs[0].ids == ids[row.prompt_length :]
         equal += int(is_same and abs(rounds[-1] - float(score.rounds_R[index])) < 0.5)
     interval = ratio(emitted, rounds)
     return Agreement(

@@ -63,6 +63,9 @@ class Settings:
     """Answer tokens of each prompt."""
     seed: int = 17
     """Of the loop's noise where drafts are drawn; the text's is 0."""
+    repeats: int = 1
+    """Decodings of each prompt where drafts are drawn; of many checks one in twenty lies outside
+    its interval, and more of them tell chance from a fault."""
     least_equal: float = 1.0
     """Share of prompts that must take equal rounds; below 1 allows for near ties."""
     threads: int = 1
@@ -71,7 +74,7 @@ class Settings:
     """Receives the traces, rows.jsonl and table.md."""
 
     def __post_init__(self) -> None:
-        for name in ("per_kind", "tokens", "threads"):
+        for name in ("per_kind", "tokens", "repeats", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
         for draft in expand(self.draft):
@@ -94,7 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             key = _key(settings, target, trace, name, draft)
             if key not in known:
                 wanted = Check(
-                    draft=draft, seed=settings.seed, name=name, least_equal=settings.least_equal
+                    draft=draft,
+                    seed=settings.seed,
+                    repeats=settings.repeats,
+                    name=name,
+                    least_equal=settings.least_equal,
                 )
                 done = check(drafter, target, trace, wanted)
                 known[key] = {"key": key, "temperature": temperature, **asdict(done)}
@@ -159,7 +166,9 @@ def _asked(
 
 def _key(settings: Settings, target: Target, trace: Trace, name: str, draft: str) -> str:
     made_from = (target.fingerprint(), trace.info.text, trace.info.sampling, name, draft)
-    chosen = (settings.seed, settings.least_equal)
+    chosen: tuple[object, ...] = (settings.seed, settings.least_equal)
+    if settings.repeats > 1:
+        chosen += (settings.repeats,)
     return hashlib.sha256(repr((made_from, chosen)).encode()).hexdigest()[:16]
 
 

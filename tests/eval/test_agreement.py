@@ -152,3 +152,17 @@ def test_the_script_goes_on_where_it_stopped(
     assert torch.get_num_threads() >= 1
     with pytest.raises(ValueError, match="depends on tokens drawn elsewhere"):
         agreement.Settings(draft=("drawn:2,2,4",))
+
+
+def test_repeats_pool_decodings_of_other_noise(
+    tiny_target: Target, tiny_head: EagleHead, traces: dict[float, Trace]
+) -> None:
+    alone = [
+        check(tiny_head, tiny_target, traces[1.0], Check(draft="chain:3", seed=seed))
+        for seed in (5, 6)
+    ]
+    both = check(tiny_head, tiny_target, traces[1.0], Check(draft="chain:3", seed=5, repeats=2))
+    low, high = sorted(one.loop[0] for one in alone)
+    assert low < both.loop[0] < high
+    greedy = Check(draft="chain:3", repeats=3)
+    assert check(tiny_head, tiny_target, traces[0.0], greedy).equal == len(traces[0.0])
