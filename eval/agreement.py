@@ -6,6 +6,10 @@ round, the offline score feeds it the whole text at once, and both must accept t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from outrider.data.sampling import Sampling
 from outrider.data.target import Target
@@ -13,15 +17,19 @@ from outrider.eval.decode import Decoded, Decoding, decode
 from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.model import DraftModel
 from outrider.eval.offline.drafted import score_drafts
+from outrider.eval.offline.scores import Score
 from outrider.eval.offline.texts import Text
-from outrider.eval.offline.traces import Trace
+from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.packing import packed
-from outrider.eval.stats import ratio
+from outrider.eval.stats import ratio, ratio_difference
 from outrider.eval.trees.plans import is_drawn, plan_named
 from outrider.heads import DraftHead
 
 TEXT_SEED = 0
 """Of the noise that the texts were drawn with."""
+APART_CONFIDENCE = 0.99
+"""Of the bounds of the difference: of a hundred drawn checks one lies outside by chance."""
+SLACK = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,10 @@ class Agreement:
     loop: tuple[float, float, float]
     """Value and 95% bounds by prompt."""
     offline: float
+    """Of the texts of the trace, or where drafts are drawn of those that the loop wrote."""
+    apart: tuple[float, float, float]
+    """The loop's figure less the offline one, prompt by prompt, and its 99% bounds: the texts are
+    the same, so only the noise of the drafts is in it."""
     equal: int
     """Prompts whose text and rounds are the same in both."""
     is_same_noise: bool
@@ -61,12 +73,13 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the offline figure is in the loop's interval, and equal rounds are equal."""
+        """Whether equal rounds are equal, or figures no further apart than the drafts' noise."""
         _, low, high = self.loop
-        is_inside = low - 1e-9 <= self.offline <= high + 1e-9
-        return is_inside and (
-            not self.is_same_noise or self.equal >= self.least_equal * self.prompts
-        )
+        if not low - SLACK <= self.offline <= high + SLACK:
+            return False
+        if self.is_same_noise:
+            return self.equal >= self.least_equal * self.prompts
+        return self.apart[1] - SLACK <= 0 <= self.apart[2] + SLACK
 
 
 def own_texts(
@@ -98,42 +111,106 @@ def _compare(
     drafter: DraftHead | DraftModel | None, target: Target, trace: Trace, wanted: Check
 ) -> Agreement:
     score = score_drafts(drafter, trace, target, [wanted.draft])[wanted.draft]
-    plan, sampling = plan_named(wanted.draft), trace.sampling
-    draws = is_drawn(plan) and not sampling.is_greedy
-    emitted: list[float] = []
-    rounds: list[float] = []
-    equal = 0
-    for index in range(len(trace)):
-        row = trace.row(index, ())
-        ids = row.ids_T.tolist()
-        seeds = range(wanted.seed, wanted.seed + wanted.repeats) if draws else [TEXT_SEED]
-        runs: list[Decoded] = []
-        for seed in seeds:
-            decoding = Decoding(
-                # Longer than the text where an end token closed it.
-                max_new_tokens=max(row.num_tokens, max_tokens(trace)),
-                sampling=sampling,
-                rule=score.rule,
-                seed=seed,
-            )
-            made = drafter_by(plan, drafter, temperature=sampling.temperature if draws else 0.0)
-            runs.append(decode(target, ids[: row.prompt_length], made, decoding, row=index))
-        emitted.append(float(sum(one.emitted for run in runs for one in run.rounds)))
-        rounds.append(float(sum(len(run.rounds) for run in runs)))
-        is_same = runs[0].ids == ids[row.prompt_length :]
-        equal += int(is_same and abs(rounds[-1] - float(score.rounds_R[index])) < 0.5)
+    draws = is_drawn(plan_named(wanted.draft)) and not trace.sampling.is_greedy
+    seeds = range(wanted.seed, wanted.seed + wanted.repeats) if draws else [TEXT_SEED]
+    runs = [_decoded(drafter, target, trace, wanted.draft, score.rule, seed) for seed in seeds]
+    known = [trace.row(index, ()) for index in range(len(trace))]
+    equal = sum(
+        run.ids == row.ids_T.tolist()[row.prompt_length :]
+        and abs(len(run.rounds) - float(rounds)) < 0.5
+        for run, row, rounds in zip(runs[0], known, score.rounds_R, strict=True)
+    )
+    tau = score.tau
+    pairs = [(score.tokens_R, score.rounds_R)]
+    if draws:  # other noise wrote other texts: score those
+        scores = [_own_score(drafter, target, trace, wanted.draft, run) for run in runs]
+        pairs = [(one.tokens_R, one.rounds_R) for one in scores]
+    emitted, rounds = _summed([[_emitted(one) for one in run] for run in runs])
+    offline_emitted, offline_rounds = _summed(
+        [list(zip(tokens, calls, strict=True)) for tokens, calls in pairs]
+    )
     interval = ratio(emitted, rounds)
+    apart = ratio_difference(
+        (emitted, rounds), (offline_emitted, offline_rounds), confidence=APART_CONFIDENCE
+    )
+    if draws:
+        tau = sum(offline_emitted) / sum(offline_rounds)
     return Agreement(
         name=wanted.name,
         draft=wanted.draft,
         rule=score.rule,
         prompts=len(trace),
         loop=(interval.value, interval.low, interval.high),
-        offline=score.tau,
+        offline=tau,
+        apart=(apart.value, apart.low, apart.high),
         equal=equal,
         is_same_noise=not draws,
         least_equal=wanted.least_equal,
     )
+
+
+def _decoded(
+    drafter: DraftHead | DraftModel | None,
+    target: Target,
+    trace: Trace,
+    draft: str,
+    rule: str,
+    seed: int,
+) -> list[Decoded]:
+    """Every prompt of the trace decoded with this noise."""
+    plan, sampling = plan_named(draft), trace.sampling
+    draws = is_drawn(plan) and not sampling.is_greedy
+    found: list[Decoded] = []
+    for index in range(len(trace)):
+        row = trace.row(index, ())
+        decoding = Decoding(
+            # Longer than the text where an end token closed it.
+            max_new_tokens=max(row.num_tokens, max_tokens(trace)),
+            sampling=sampling,
+            rule=rule,
+            seed=seed,
+        )
+        made = drafter_by(plan, drafter, temperature=sampling.temperature if draws else 0.0)
+        found.append(
+            decode(target, row.ids_T.tolist()[: row.prompt_length], made, decoding, row=index)
+        )
+    return found
+
+
+def _own_score(
+    drafter: DraftHead | DraftModel | None,
+    target: Target,
+    trace: Trace,
+    draft: str,
+    run: Sequence[Decoded],
+) -> Score:
+    """The offline score of the very texts that a loop wrote."""
+    rows = [trace.row(index, ()) for index in range(len(trace))]
+    texts = [
+        Text(f"row {index}", "loop", row.ids_T.tolist()[: row.prompt_length], one.ids)
+        for index, (row, one) in enumerate(zip(rows, run, strict=True))
+    ]
+    with TemporaryDirectory() as folder:
+        own = build_trace(
+            target,
+            texts,
+            Path(folder) / "trace",
+            sampling=trace.sampling,
+            layers=trace.info.layers,
+        )
+        return score_drafts(drafter, own, target, [draft])[draft]
+
+
+def _emitted(run: Decoded) -> tuple[float, float]:
+    return float(sum(one.emitted for one in run.rounds)), float(len(run.rounds))
+
+
+def _summed(
+    runs: Sequence[Sequence[tuple[float, float]]],
+) -> tuple[list[float], list[float]]:
+    """Tokens and target calls of every prompt, all runs together."""
+    table = np.asarray(runs, dtype=np.float64).sum(0)
+    return table[:, 0].tolist(), table[:, 1].tolist()
 
 
 def max_tokens(trace: Trace) -> int:

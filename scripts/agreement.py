@@ -3,9 +3,10 @@
     python -m outrider.scripts.agreement --head runs/demo/best --output runs/agreement
 
 For every drafter, draft and temperature: tau of the loop with its 95% interval over prompts, and
-tau from the trace of the same prompts. Greedy rounds, and those of drafts that `match` judges with
-the text's own noise, must be equal prompt by prompt; drawn drafts are decoded with other noise, and
-the offline tau must lie in the loop's interval. Rows of rows.jsonl are never made again.
+tau from a trace. Greedy rounds, and those of drafts that `match` judges with the text's own noise,
+must be equal prompt by prompt. Drawn drafts are decoded with other noise and so write other texts:
+those are scored, the offline tau must lie in the loop's interval, and the two must not be apart by
+more than the drafts' noise. Rows of rows.jsonl are never made again.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from outrider.eval.offline.drafted import is_text_draft, scored_plan
 from outrider.eval.offline.texts import Text, read_texts
 from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.report.provenance import provenance
-from outrider.eval.trees.plans import ChainPlan, expand
+from outrider.eval.trees.plans import ChainPlan, expand, is_drawn, plan_named
 from outrider.heads import DraftHead
 from outrider.scripts.eval_command import short_names
 
@@ -167,7 +168,7 @@ def _asked(
 def _key(settings: Settings, target: Target, trace: Trace, name: str, draft: str) -> str:
     made_from = (target.fingerprint(), trace.info.text, trace.info.sampling, name, draft)
     chosen: tuple[object, ...] = (settings.seed, settings.least_equal)
-    if settings.repeats > 1:
+    if is_drawn(plan_named(draft)) and not trace.sampling.is_greedy:
         chosen += (settings.repeats,)
     return hashlib.sha256(repr((made_from, chosen)).encode()).hexdigest()[:16]
 
@@ -184,15 +185,15 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """One line a check."""
     lines = [
-        "| drafter | draft | T | rule | prompts | tau, loop [95%] | offline | equal rounds | |",
-        "|---" * 9 + "|",
+        "| drafter | draft | T | rule | prompts | loop [95%] | offline | apart [99%] | equal | |",
+        "|---" * 10 + "|",
         *(_line(row) for row in rows),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _line(row: dict[str, Any]) -> str:
-    loop = row["loop"]
+    loop, apart = row["loop"], row["apart"]
     cells = (
         row["name"],
         row["draft"],
@@ -201,6 +202,7 @@ def _line(row: dict[str, Any]) -> str:
         str(row["prompts"]),
         f"{loop[0]:.3f} [{loop[1]:.3f}, {loop[2]:.3f}]",
         f"{row['offline']:.3f}",
+        f"{apart[0]:+.3f} [{apart[1]:+.3f}, {apart[2]:+.3f}]",
         f"{row['equal']} of {row['prompts']}" if row["is_same_noise"] else "",
         "agrees" if row["agrees"] else "DISAGREES",
     )
