@@ -149,7 +149,7 @@ class Counts:
             ),
             f"tokens by role: {', '.join(self._roles()) or 'none'}",
         ]
-        if len(self.sources) > 1:
+        if len(self.sources) > 1 or self.ran_out:
             lines.append(self._mix())
         if self.renamed:
             lines.append(
