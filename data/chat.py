@@ -9,7 +9,8 @@ becomes a row of its own: what the model sees and says at that turn.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.data.restated import lost_parts, restated, said_parts
+from outrider.data.restated import restated
+from outrider.data.said import lost_parts, said_parts
 from outrider.data.template import Message, Rendered, RowError, Template
 
 __all__ = ["Encoded", "RowError", "Template", "encode"]
