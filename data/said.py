@@ -84,7 +84,7 @@ def _value(value: object) -> list[_Part]:
     """A value as one part; none where nothing of it need be written, as for null."""
     if value is None or value in ("", {}, []):
         return []
-    if isinstance(value, Mapping | list):
+    if isinstance(value, (Mapping, list)):
         forms = [json.dumps(value, ensure_ascii=is_ascii) for is_ascii in (False, True)]
         return [_part(forms[0], forms, value)]
     if isinstance(value, str):

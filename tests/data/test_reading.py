@@ -156,6 +156,46 @@ def test_folders_of_files_and_json_of_either_kind(tmp_path):
     ]
 
 
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("mark", ["", BOM])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_of_any_layout_has_its_rows(tmp_path, mark, indent):
+    path = tmp_path / "rows.json"
+    rows = [{"messages": talk(number)} for number in range(3)]
+    for content in (
+        rows,
+        {"data": rows},
+        {"version": "1", "tags": ["a"], "none": [], "data": rows},
+    ):
+        path.write_text(mark + json.dumps(content, indent=indent), encoding="utf-8")
+        assert list(records(str(path))) == rows
+    for row in (rows[0], {"prompt_ids": [5], "answer_ids": [6]}):
+        path.write_text(mark + json.dumps(row, indent=indent), encoding="utf-8")
+        assert list(records(str(path))) == [row]
+    path.write_text(mark + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert list(records(str(path))) == rows
+    path.rename(tmp_path / "rows.jsonl")
+    assert list(records(str(tmp_path / "rows.jsonl"))) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        ({"train": [{"a": 1}], "test": [{"a": 2}]}, 2),
+        ({"data": [{"a": 1}, 5]}, 0),
+        ({"rows": "none"}, 0),
+    ],
+)
+def test_an_object_without_one_list_of_rows_is_refused_with_a_hint(tmp_path, content, count):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content, indent=1))
+    message = rf"is one object with fields \[.*\], of which {count} hold a list.*or one row a line"
+    with pytest.raises(ValueError, match=message):
+        list(records(str(path)))
+
+
 def test_what_arrow_fills_in_does_not_reach_the_template(tmp_path, make_target):
     """Columns of structs give every message every field, and every call every argument."""
     call = {"function": {"name": "clock", "arguments": {"zone": "here"}}}
