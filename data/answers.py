@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
     id: str
     """Names the row and keys its noise."""
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     """The conversation so far, the user's turn last."""
     sampling: Sampling
     extra: dict[str, Any]
@@ -171,5 +171,5 @@ def prompt_ids(
             tools = read_tools(request.extra.get("tools"))
             found.append(template.ids(messages, tools, prompt=True))
         except RowError as error:
-            raise ValueError(f"request {request.id!r}: {error}") from error
+            raise ValueError(f"request {request.id!r}: {error}; mend or remove it") from error
     return found

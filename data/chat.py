@@ -9,7 +9,9 @@ becomes a row of its own: what the model sees and says at that turn.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.data.restated import lost_parts, restated, said_parts
+from outrider.data.messages import has_loss
+from outrider.data.restated import restated
+from outrider.data.said import lost_parts, said_parts
 from outrider.data.template import Message, Rendered, RowError, Template
 
 __all__ = ["Encoded", "RowError", "Template", "encode"]
@@ -28,6 +30,8 @@ class Encoded(NamedTuple):
     """Whose tokens they are: (role, number of the token after its last), in order."""
     num_answers: int = 1
     """Supervised turns."""
+    num_muted: int = 0
+    """Answers of its conversation without loss, by the messages; told in the first row alone."""
 
 
 class _Turn(NamedTuple):
@@ -51,18 +55,22 @@ def encode(messages: Sequence[Message], template: Template, tools: object = None
 
     Raises RowError where a row would not be what the model sees and says.
     """
-    indices = _answers(messages)
+    answers = _answers(messages)
+    indices = [index for index in answers if has_loss(messages[index], index)]
+    if not indices:
+        raise RowError("every answer has weight 0 or train false, so there is nothing to train on")
     turns = [_turn(messages, index, template, tools) for index in indices]
     whole = turns[-1].ids
     if all(turn.ids[: turn.end] == whole[: turn.end] for turn in turns):
         groups = [turns]
     else:
         groups = [[turn] for turn in turns]
-    return [_row(group, messages, template, tools) for group in groups]
+    rows = [_row(group, messages, template, tools) for group in groups]
+    return [rows[0]._replace(num_muted=len(answers) - len(indices)), *rows[1:]]
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
-    """The answers to supervise: assistant messages that reply to something."""
+    """The answers: assistant messages that reply to something."""
     asked = False
     found: list[int] = []
     for index, message in enumerate(messages):
@@ -157,8 +165,7 @@ def _row(
         mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
     tags = template.tagged(messages[: last.index + 1], tools) if last.is_rendered else None
     if tags is not None:
-        earlier = any(message.get("role") == "assistant" for message in messages[: turns[0].index])
-        mask = _cross_check(mask, tags, turns, first=turns[0].start if earlier else 0)
+        mask = _cross_check(mask, tags, turns, _untrained(turns, messages, template, tools))
     ends = [turn.ids[turn.end - 1] for turn in turns]
     return Encoded(
         last.ids,
@@ -208,15 +215,33 @@ def _text_end(
     return next((len(end) for end in ends if whole.startswith(end)), None)
 
 
-def _cross_check(mask: list[int], tags: list[int], turns: list[_Turn], *, first: int) -> list[int]:
+def _untrained(
+    turns: list[_Turn], messages: Sequence[Message], template: Template, tools: object
+) -> list[range]:
+    """Where answers stand that this row does not train: before its first, and muted ones later."""
+    first, places = turns[0], list[range]()
+    if any(message.get("role") == "assistant" for message in messages[: first.index]):
+        places.append(range(first.start))
+    trained = [turn.index for turn in turns]
+    for index in range(first.index, turns[-1].index):
+        if messages[index].get("role") == "assistant" and index not in trained:
+            ends = [
+                len(template.ids(messages[:number], tools, prompt=False))
+                for number in (index, index + 1)
+            ]
+            places.append(range(*ends))
+    return places
+
+
+def _cross_check(
+    mask: list[int], tags: list[int], turns: list[_Turn], untrained: list[range]
+) -> list[int]:
     """The template's tags decide inside an answer; the turn end is supervised in any case.
 
-    Before token `first` lie answers that are not supervised here: their tags say nothing.
+    What they mark of `untrained` answers says nothing.
     """
-    inside = [0] * len(mask)
-    for turn in turns:
-        inside[turn.start : len(turn.ids)] = [1] * (len(turn.ids) - turn.start)
-    astray = [i for i in range(first, len(mask)) if tags[i] and not inside[i]]
+    allowed = set[int]().union(*untrained, *(range(one.start, len(one.ids)) for one in turns))
+    astray = [place for place, tag in enumerate(tags) if tag and place not in allowed]
     if astray:
         raise RowError(
             f"the template's generation tags mark token {astray[0]}, which is outside every answer "

@@ -39,6 +39,7 @@ class Collector:
             return
         counts.with_tools += bool(fields.get("tools"))
         counts.extra_turns += len(outcome.rows) - 1
+        counts.muted += sum(part.num_muted for part in outcome.rows)
         for part in outcome.rows:
             own = f"{name}#{part.turn}" if len(outcome.rows) > 1 else name
             self._fit(part, found, own, str(fields.get("kind", "all")))

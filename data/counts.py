@@ -48,6 +48,8 @@ class Counts:
     """Numbers of the refused rows that had no supervised token."""
     renamed: int = 0
     """Rows whose id another row had before them."""
+    muted: int = 0
+    """Answers that their messages exempt from the loss, by weight 0 or train false."""
     with_tools: int = 0
     """Rows that came with tool definitions."""
     roles: dict[str, list[int]] = field(default_factory=dict)
@@ -149,8 +151,12 @@ class Counts:
             ),
             f"tokens by role: {', '.join(self._roles()) or 'none'}",
         ]
-        if len(self.sources) > 1:
+        if len(self.sources) > 1 or self.ran_out:
             lines.append(self._mix())
+        if self.muted:
+            lines.append(
+                f"no loss on {self.muted} answers, whose messages have weight 0 or train false"
+            )
         if self.renamed:
             lines.append(
                 f"note: {self.renamed} rows have an id that stood before; they are named ID@NUMBER"

@@ -193,9 +193,12 @@ def _settings(
 def _check(
     prompts: Sequence[tuple[Request, list[int]]], speaker: Speaker, decoding: Decoding
 ) -> None:
-    ids = {request.id for request, _ in prompts}
+    ids = Counter(request.id for request, _ in prompts)
     if len(ids) < len(prompts):
-        raise ValueError(f"{len(prompts)} requests share {len(ids)} ids; give each its own id")
+        twice = ", ".join(repr(name) for name, times in ids.items() if times > 1)[:200]
+        raise ValueError(
+            f"{len(prompts)} requests share {len(ids)} ids; give each its own id, not {twice}"
+        )
     limit = speaker.config.max_position_embeddings
     for request, tokens in prompts:
         if len(tokens) + decoding.max_new_tokens > limit:

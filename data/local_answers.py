@@ -84,7 +84,7 @@ def answers(
             cache.keep_rows(going)
             slots = [slots[row] for row in going]
         if going:
-            _emit(slots, _step(target, slots, cache), decoding.seed)
+            _emit(slots, _made(target, _step(target, slots, cache)), decoding.seed)
 
 
 def _refill(
@@ -103,7 +103,7 @@ def _refill(
             for request, ids in (waiting.popleft() for _ in rows)
         ]
         fresh_cache = RowCache(len(fresh))
-        _emit(fresh, _prefill(target, fresh, fresh_cache), seed)
+        _emit(fresh, _made(target, _prefill(target, fresh, fresh_cache)), seed)
         for index, row in enumerate(rows):
             cache.replace_row(row, fresh_cache, index)
             slots[row] = fresh[index]
@@ -139,6 +139,14 @@ def _forward(target: Target, ids_BT: Tensor, cache: RowCache) -> Tensor:
         attention_mask=attention_masks(target.config, lengths_B, num_new, target.dtype),
         cache=cache,
     ).last_BTH
+
+
+def _made(target: Target, logits_BV: Tensor) -> Tensor:
+    """Logits [B, V] that draw only ids which the tokenizer makes, none of the table's padding."""
+    if target.tokenizer_size >= logits_BV.shape[-1]:
+        return logits_BV
+    ids_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
+    return logits_BV.masked_fill(ids_V >= target.tokenizer_size, -torch.inf)
 
 
 def _emit(slots: Sequence[_Slot | None], logits_BV: Tensor, seed: int) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.data.template import REASONING_FIELDS, Dialect, RowError
+from outrider.data.template import LOSS_FIELDS, REASONING_FIELDS, Dialect, Message, RowError
 
 SPEAKERS = {
     "human": "user",
@@ -44,6 +44,27 @@ def read_tools(found: object) -> list[Any] | None:
     if not isinstance(found, list):
         raise RowError(f"tools is a {_name(found)}; give a list of tool definitions")
     return [_json(one, "tools") if isinstance(one, str) else one for one in found]
+
+
+def has_loss(message: Message, index: int) -> bool:
+    """Whether an answer is to be trained on: not with `weight` 0 or `train` false.
+
+    Raises RowError for other values than 0, 1, true and false, for two fields that contradict each
+    other, and for loss on parts of a message.
+    """
+    stated = {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}
+    if stated.pop("train_detail", None):
+        raise RowError(
+            f"message {index} has train_detail, loss on parts of a message, which is not read; "
+            "give weight 0 or 1 for the whole message"
+        )
+    for name, value in stated.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            allowed = "0 or 1" if name == "weight" else "true or false"
+            raise RowError(f"message {index}: {name} is {value!r}; give {allowed}, or leave it out")
+    if len({bool(value) for value in stated.values()}) > 1:
+        raise RowError(f"message {index} has {stated}, which contradict each other; keep one")
+    return all(stated.values())
 
 
 def _message(found: Mapping[str, Any], index: int, dialect: Dialect) -> dict[str, Any]:

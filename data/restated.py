@@ -1,4 +1,4 @@
-"""What an answer says, and answers put after a prompt that the template cannot show them after.
+"""Answers put after a prompt that the template cannot show them after.
 
 Two kinds: a prompt that opens the thinking itself, as DeepSeek-R1's, whose template then renders
 past answers without it; and a prompt whose history the template rewrites as soon as the answer
@@ -6,37 +6,14 @@ stands, as GPT-OSS drops the analysis before a tool call once there is a final a
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from outrider.data.said import lost_parts
 from outrider.data.template import REASONING_FIELDS, Message, Rendered, RowError, Template
 
 OPENED = re.compile(r"<think>(\s*)$")
 # DeepSeek-R1's model card: "<think>\n" thinking "\n</think>\n\n" answer.
 CLOSING = "\n</think>\n\n"
-
-
-def lost_parts(message: Message, turn: str) -> list[str]:
-    """The parts of an answer that are missing from its rendered turn."""
-    rendered = _squash(turn)
-    return [part for part in said_parts(message) if _squash(part) not in rendered]
-
-
-def said_parts(message: Message) -> list[str]:
-    """Every part of an answer that the model itself produced and a template must keep."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [str(part.get("text") or "") for part in content if isinstance(part, Mapping)]
-    else:
-        parts = [str(content or "")]
-    parts += [str(message.get(name) or "") for name in REASONING_FIELDS]
-    for call in message.get("tool_calls") or []:
-        parts.append(str(call.get("function", call).get("name") or ""))
-    return [part for part in parts if part.strip()]
-
-
-def _squash(text: str) -> str:
-    """Without white space: templates trim and re-wrap answers."""
-    return "".join(text.split())
 
 
 def restated(

@@ -38,7 +38,7 @@ CODE = (
         "rendered",
         "restated",
     ),
-    *("rows", "rowcache", "sources", "template", "workers"),
+    *("rows", "rowcache", "said", "sources", "template", "workers"),
 )
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 

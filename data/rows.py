@@ -1,11 +1,11 @@
 """Rows of tokens with their masks, from any source: read, counted, judged, kept for next time."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from outrider.data.collect import Collector
 from outrider.data.counts import Counts
 from outrider.data.forms import RecordReader
-from outrider.data.mixture import Mixture, Numbered
+from outrider.data.mixture import Mixture
 from outrider.data.reading import FIRST_LABEL, Reading, Row
 from outrider.data.rowcache import Read, load_read, read_key, save_read
 from outrider.data.target import Target
@@ -50,7 +50,7 @@ def gather(
     counts, found, stride = collector.counts, iter(mixture), 1
     if thinned is not None:
         found, stride = iter(thinned.found), thinned.stride
-    for outcome in encode_all(reader, _checked(found, reader), reading.workers):
+    for outcome in encode_all(reader, found, reading.workers):
         if reading.limit_tokens is not None and stride * collector.tokens >= reading.limit_tokens:
             counts.limit_reached = True
             break
@@ -68,15 +68,6 @@ def _read(source: str, reader: RecordReader, reading: Reading) -> Read:
     collector = gather(source, reader, reading)
     judge(source, collector, reading)
     return Read(collector.rows, collector.counts)
-
-
-def _checked(found: Iterable[Numbered], reader: RecordReader) -> Iterator[Numbered]:
-    """The records; the first answered one of each source is checked against the template."""
-    checked = set[str]()
-    for one in found:
-        if one.source not in checked and reader.check_prompt(one.record):
-            checked.add(one.source)
-        yield one
 
 
 def judge(source: str, collector: Collector, reading: Reading) -> None:

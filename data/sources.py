@@ -16,6 +16,13 @@ DEMO_FILES = {"demo": "train.jsonl.xz", "demo:heldout": "heldout.jsonl.xz"}
 FILES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".json", ".parquet")
 # What `outrider generate` keeps beside its rows.
 NOT_ROWS = (".partial.jsonl", ".manifest.json")
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark that some editors put before UTF-8."""
+ROW_FIELDS = (
+    *("messages", "conversations", "conversation", "prompt", "completion", "text"),
+    *("input_ids", "prompt_ids"),
+)
+"""An object with one of these is a row, though it may hold a list of objects."""
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 Record = Mapping[str, Any]
@@ -86,16 +93,35 @@ def _lines(file: Iterable[bytes]) -> Iterator[Record | str]:
 
 
 def _json_file(path: Path) -> Iterator[Record | str]:
-    """A list of objects, or one object a line as many tools name .json too."""
-    raw = path.read_bytes()
-    if not raw.lstrip().startswith(b"["):
-        yield from _lines(raw.splitlines())
-        return
+    """A list of objects, an object that holds one, or one object a line as many name .json too."""
+    raw = path.read_bytes().removeprefix(BOM)
+    is_list = raw.lstrip().startswith(b"[")
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ValueError(_damaged(path, error)) from error
-    yield from map(_object, found)
+        if is_list:
+            raise ValueError(_damaged(path, error)) from error
+        yield from _lines(raw.splitlines())
+        return
+    yield from map(_object, found if is_list else _held(found, path))
+
+
+def _held(found: object, path: Path) -> list[Any]:
+    """The rows of a file that is one JSON value: itself where it is a row, else its one list."""
+    if not isinstance(found, dict) or any(name in found for name in ROW_FIELDS):
+        return [found]
+    lists = {
+        key: value
+        for key, value in found.items()
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    }
+    if len(lists) != 1:
+        raise ValueError(
+            f"data {str(path)!r} is one object with fields {sorted(found)[:12]}, of which "
+            f"{len(lists)} hold a list of objects; give a list of rows, an object with one such "
+            "list, or one row a line"
+        )
+    return next(iter(lists.values()))
 
 
 def _object(found: object) -> Record | str:

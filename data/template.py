@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+LOSS_FIELDS = ("weight", "train", "train_detail")
+"""What a message says of its loss, as OpenAI's fine-tuning and Axolotl have it; not rendered."""
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 # Whatever a template may trip over in a row that is not of the form it expects.
 _TRIPS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -158,7 +160,10 @@ class Template:
 
     def _apply(self, messages: Sequence[Message], tools: object, **settings: Any) -> Any:  # noqa: ANN401
         """The tokenizer's own rendering; what it returns depends on the settings."""
-        conversation: Any = [dict(message) for message in messages]
+        conversation: Any = [
+            {name: value for name, value in message.items() if name not in LOSS_FIELDS}
+            for message in messages
+        ]
         given: Any = tools
         return self.tokenizer.apply_chat_template(
             conversation, tools=given, **settings, **self.options

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from outrider.data.chat import Encoded, RowError
-from outrider.data.forms import RecordReader
+from outrider.data.forms import ForeignError, RecordReader
 from outrider.data.mixture import Numbered
 
 CHUNK = 64  # records sent to a process at once
@@ -26,7 +26,10 @@ class Outcome(NamedTuple):
 def encode_all(
     reader: RecordReader, found: Iterable[Numbered], workers: int = 1
 ) -> Iterator[Outcome]:
-    """Every record's rows or refusal, in the order of `found`; `workers` processes share them."""
+    """Every record's rows or refusal, in the order of `found`; `workers` processes share them.
+
+    Raises ValueError naming a row that another target answered.
+    """
     if workers == 1:
         for one in found:
             yield Outcome(one, *_encode(reader, one))
@@ -68,3 +71,5 @@ def _encode(reader: RecordReader, one: Numbered) -> _Encoding:
         return reader.encode(one.record), None
     except RowError as error:
         return [], str(error)
+    except ForeignError as error:
+        raise ValueError(f"data {one.source!r} row {one.number}: {error}") from error

@@ -81,9 +81,14 @@ def test_refusals_in_a_mix_name_their_source(tmp_path, target):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("a=1,b=0", "a weight is 0"),
-        ("a=1,a=2", "names a source twice"),
-        ("a=1,b", "give every source of a mix its weight"),
+        ("a=1,b=0", r"the weight of 'b' is 0\.0; give a finite number above 0, or leave that"),
+        ("a=-1,b=1", "the weight of 'a' is -1.0"),
+        ("a=1,b=nan", "the weight of 'b' is nan"),
+        (f"a={'9' * 400},b=1", "the weight of 'a' is inf"),
+        ("a=1,a=2", r"names a source twice \(a, a\)"),
+        ("a=1,b", "'b' has no weight; give every source of a mix its weight"),
+        ("a=1,b=much", "'b=much' has no weight"),
+        ("a=1,", "'' has no weight"),
     ],
 )
 def test_mixes_that_make_no_sense_are_refused(source, message):
@@ -92,8 +97,42 @@ def test_mixes_that_make_no_sense_are_refused(source, message):
 
 
 def test_what_is_no_mix_is_one_source():
-    for name in ("demo:heldout", "owner/name:config:split", "a, b.jsonl"):
+    for name in ("demo:heldout", "owner/name:config:split", "a, b.jsonl", "a=b.jsonl"):
         assert [part.name for part in parts_of(name)] == [name]
+
+
+def test_weights_are_numbers_of_any_spelling():
+    assert parts_of("a=1e-3, b=b.jsonl=.5") == [("a", 1e-3), ("b=b.jsonl", 0.5)]
+
+
+def test_files_of_a_mix_without_weights_and_one_under_two_paths_are_refused(tmp_path):
+    a, b = numbered(tmp_path / "a.jsonl", 3), numbered(tmp_path / "b.jsonl", 3)
+    with pytest.raises(ValueError, match=r"a.jsonl' has no weight"):
+        parts_of(f"{a},{b}")
+    other = f"{tmp_path}/../{tmp_path.name}/./a.jsonl"
+    with pytest.raises(ValueError, match="names a source twice") as caught:
+        parts_of(f"{a}=1,{other}=1")
+    assert f"({a}, {other})" in str(caught.value)
+    (tmp_path / "link.jsonl").symlink_to(a)
+    with pytest.raises(ValueError, match="names a source twice"):
+        parts_of(f"{a}=1,{tmp_path / 'link.jsonl'}=1")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_source_without_a_row_is_refused_by_name(tmp_path, target, text):
+    """It would have ended the mix after one row of the other."""
+    full, empty = numbered(tmp_path / "full.jsonl", 9), tmp_path / "empty.jsonl"
+    empty.write_text(text)
+    for source in (f"{full}=1,{empty}=1", f"{empty}=0.001,{full}=1", str(empty)):
+        with pytest.raises(ValueError, match=r"empty.jsonl' has no row"):
+            read_rows(source, target, Reading())
+
+
+def test_what_ended_a_mix_is_told_where_one_source_alone_gave_rows(tmp_path, target):
+    short, long = numbered(tmp_path / "short.jsonl", 2), numbered(tmp_path / "long.jsonl", 9)
+    counts = read_rows(f"{short}=1000,{long}=1", target, Reading()).counts
+    assert counts.sources == {short: 2}
+    assert f"{short} ran out and ended the mix" in str(counts)
 
 
 def test_folders_of_files_and_json_of_either_kind(tmp_path):
@@ -115,6 +154,46 @@ def test_folders_of_files_and_json_of_either_kind(tmp_path):
         "not a JSON object",
         {"a": "x"},
     ]
+
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("mark", ["", BOM])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_of_any_layout_has_its_rows(tmp_path, mark, indent):
+    path = tmp_path / "rows.json"
+    rows = [{"messages": talk(number)} for number in range(3)]
+    for content in (
+        rows,
+        {"data": rows},
+        {"version": "1", "tags": ["a"], "none": [], "data": rows},
+    ):
+        path.write_text(mark + json.dumps(content, indent=indent), encoding="utf-8")
+        assert list(records(str(path))) == rows
+    for row in (rows[0], {"prompt_ids": [5], "answer_ids": [6]}):
+        path.write_text(mark + json.dumps(row, indent=indent), encoding="utf-8")
+        assert list(records(str(path))) == [row]
+    path.write_text(mark + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert list(records(str(path))) == rows
+    path.rename(tmp_path / "rows.jsonl")
+    assert list(records(str(tmp_path / "rows.jsonl"))) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        ({"train": [{"a": 1}], "test": [{"a": 2}]}, 2),
+        ({"data": [{"a": 1}, 5]}, 0),
+        ({"rows": "none"}, 0),
+    ],
+)
+def test_an_object_without_one_list_of_rows_is_refused_with_a_hint(tmp_path, content, count):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(content, indent=1))
+    message = rf"is one object with fields \[.*\], of which {count} hold a list.*or one row a line"
+    with pytest.raises(ValueError, match=message):
+        list(records(str(path)))
 
 
 def test_what_arrow_fills_in_does_not_reach_the_template(tmp_path, make_target):

@@ -11,7 +11,7 @@ from jinja2 import meta, nodes
 
 from outrider.data.counts import Counts
 from outrider.data.forms import CONVERSATIONS, RecordReader
-from outrider.data.restated import lost_parts
+from outrider.data.said import lost_parts
 from outrider.data.template import GENERATION_TAG, Message, RowError, Template, writes_the_date
 from outrider.train.check.case import Kept, Sample
 from outrider.train.check.finding import Finding, fail, ok, warn
