@@ -75,13 +75,30 @@ def check_finished(out: Path, settings: Mapping[str, Any]) -> bool:
         raise ValueError(
             f"{out} is there without {path.name}, so nobody can say what it was made with; {remedy}"
         )
-    known = json.loads(path.read_text(encoding="utf-8"))
+    known = _read(path)
+    if known is None:
+        raise ValueError(
+            f"{path} is damaged, so nobody can say what {out.name} was made with; {remedy}"
+        )
     unlike = differences(known["settings"], settings)
     if unlike:
         raise ValueError(f"{out} was made with other settings ({'; '.join(unlike)}); {remedy}")
     if sha256_of(out) != known["sha256"]:
         raise ValueError(f"{out} was changed after it was finished; {remedy}")
     return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A manifest; None where it is none that `write_manifest` wrote."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    kinds = {"sha256": str, "settings": dict, "counts": dict}
+    is_whole = isinstance(known, dict) and all(
+        isinstance(known.get(name), kind) for name, kind in kinds.items()
+    )
+    return known if is_whole and known["counts"].keys() >= count([]).keys() else None
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
@@ -45,8 +46,10 @@ class PartialRows:
     """Rows finished so far, in a file whose first line holds the settings behind them.
 
     Every row is on its way to the disk when `append` returns, in whatever order rows come. A last
-    line that a kill cut short is dropped. Raises ValueError when the file was made with other
-    settings, or while another run writes it; with `fresh` other settings begin it anew.
+    line that a kill cut short is dropped. So are lines that a power cut left torn or full of NUL
+    bytes, wherever they are: a warning counts them, and their rows are missing from `rows`. Raises
+    ValueError when the file was made with other settings, when the line that says so is damaged
+    and whole rows follow it, or while another run writes it; with `fresh` it begins anew then.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
@@ -90,22 +93,51 @@ class PartialRows:
                 f"{self._path} is being written by another run; wait for it, or name another output"
             ) from error
         self._file.seek(0)
-        raw = self._file.readall()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        unlike = differences(lines[0], settings) if lines else []
-        if unlike and not fresh:
+        first, lines, self._size = self._read(self._file.readall())
+        unlike = differences(first, settings) if first is not None else []
+        if fresh and unlike:
+            first = None
+        elif unlike:
             raise ValueError(
                 f"{self._path} was begun with other settings ({'; '.join(unlike)}); go on with "
                 "those, start again with overwrite, or name another output"
             )
-        self._size = 0 if unlike else len(whole)
+        elif first is None and lines and not fresh:
+            raise ValueError(
+                f"{self._path}: its first line, which says what it was begun with, is damaged, so "
+                f"nobody can say whether the {len(lines)} whole lines after it belong to this run; "
+                "start again with overwrite, or name another output"
+            )
+        if first is None:
+            self._size = 0
         self._file.truncate(self._size)
-        if not self._size:
+        if first is None:
             self._write(settings)
             return
-        self.notes = [line["run"] for line in lines[1:] if "run" in line]
-        self.rows = {line["id"]: line for line in lines[1:] if "run" not in line}
+        self.notes = [line["run"] for line in lines if not _is_row(line)]
+        self.rows = {line["id"]: line for line in lines if _is_row(line)}
+
+    def _read(self, raw: bytes) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
+        """The line of settings, the other whole lines, and the bytes up to the last whole one.
+
+        Damaged lines before that one stay in the file: to take them out would put the rows after
+        them at risk.
+        """
+        *ended, torn = raw.split(b"\n")
+        found = [_parsed(line) for line in ended]
+        first = found[0] if found and not _is_known(found[0]) else None
+        lines = [line for line in found if line is not None and _is_known(line)]
+        whole = [number for number, line in enumerate(found) if _is_known(line)] or [0]
+        end = sum(len(line) + 1 for line in ended[: whole[-1] + 1])
+        damaged = len(found) - len(lines) - (first is not None) + bool(torn)
+        if damaged and first is not None:
+            warnings.warn(
+                f"{self._path}: {damaged} damaged line{'s' * (damaged > 1)} left out (cut short, "
+                f"or not on the disk when the power failed); {len(lines)} whole ones are kept, and "
+                "rows that are missing are made again",
+                stacklevel=2,
+            )
+        return first, lines, end
 
     def _write(self, row: dict[str, Any]) -> None:
         """Append one whole line, or none. Raises ValueError where the disk has no room for it."""
@@ -121,6 +153,24 @@ class PartialRows:
                 "stay: free some space and run the same command again, and it continues from there"
             ) from error
         self._size += len(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None where it holds none."""
+    try:
+        found = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_row(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("id"), str)
+
+
+def _is_known(line: Mapping[str, Any] | None) -> bool:
+    """Whether a line is a row, or a note of a run: else it is the settings or damaged."""
+    return line is not None and (_is_row(line) or isinstance(line.get("run"), dict))
 
 
 def _open(path: Path, suffix: str, mode: str) -> IO[Any]:
