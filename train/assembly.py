@@ -36,7 +36,7 @@ from outrider.train.start import fit_to_states, make_head, settle, start_from_st
 from outrider.train.tuned_pair import TunedPair, texts_of
 from outrider.train.tuning import Tuning, tune
 from outrider.train.validate import heldout_trace, judge
-from outrider.train.vocabulary import Vocabulary, ids_hash
+from outrider.train.vocabulary import Vocabulary, ids_hash, tokens_hash
 
 Export = Callable[[Path], None]
 Judge = Callable[[Path], Score]
@@ -273,6 +273,7 @@ def export(ground: Ground, folder: Path) -> None:
     notes = {
         "target": ground.target.name,
         "target_fingerprint": ground.target.fingerprint(),
+        "draft_tokens": tokens_hash(ground.target, ground.head.draft_ids_W),
         "chat": chat_mode(ground),
     }
     save_head(ground.head, folder, provenance=notes)

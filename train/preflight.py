@@ -10,6 +10,7 @@ from outrider.heads import DraftHead, HeadConfig
 from outrider.train.check.finding import Finding, refuse
 from outrider.train.check.head import check_engines, check_vocabulary
 from outrider.train.check.heldout import check_modes, check_some_heldout
+from outrider.train.check.origin import check_origin
 from outrider.train.check.target import check_capture, check_positions, check_rotary
 from outrider.train.check.template import check_date
 from outrider.train.refusals import check_coverage, check_head
@@ -47,6 +48,7 @@ def remarks(
     vocabulary: Vocabulary | None, settings: Settings, config: HeadConfig, target: Target
 ) -> Iterator[Finding]:
     """The checks that need nothing but settings, and are worth a word in every training."""
+    yield from check_origin(settings.head.init, target)
     yield from check_positions(config, target, settings.data.max_length)
     yield from check_engines(config)
     yield from check_vocabulary(vocabulary, target)

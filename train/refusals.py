@@ -14,11 +14,11 @@ from outrider.data.rows import Row
 from outrider.data.target import Target
 from outrider.eval.offline.traces import Trace
 from outrider.heads import DraftHead, EagleConfig, HeadConfig, Tables
-from outrider.heads.formats import load_head, save_head
+from outrider.heads.formats import load_head, read_notes, save_head
 from outrider.train.kinds import EagleHeadSettings
 from outrider.train.recipe import ENTRIES, kinds_of
 from outrider.train.settings import HeadSettings
-from outrider.train.vocabulary import Vocabulary
+from outrider.train.vocabulary import Vocabulary, tokens_hash
 
 LEAST_COVERED = 0.05
 
@@ -89,6 +89,18 @@ def check_kept(kept_W: Tensor, given_W: Tensor | None) -> None:
         raise ValueError(
             f"draft_vocab names {len(given_W)} tokens other than those of the head in init; leave "
             "it out to keep the head's own, or add --rebuild-vocab"
+        )
+
+
+def check_tokens(draft_ids_W: Tensor, target: Target, init: str) -> None:
+    """A draft vocabulary to keep must hold the tokens that it was chosen as; its notes say which."""
+    noted = read_notes(init).get("draft_tokens")
+    ours = tokens_hash(target, draft_ids_W)
+    if noted is not None and ours is not None and noted != ours:
+        raise ValueError(
+            f"the draft vocabulary of the head in init {init!r} was chosen with another tokenizer "
+            f"than that of {target.name}: its ids are other tokens here; start from a head of this "
+            "target, or add --rebuild-vocab"
         )
 
 

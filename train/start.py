@@ -58,6 +58,9 @@ def make_head(
     old = load_head(Path(str(choice.init)), tables(target)) if starts else None
     if old is not None and not choice.rebuild_vocab:
         refusals.check_warm_start(old.config, choice)
+        refusals.check_head(old, target)
+        if old.config.is_reduced:
+            refusals.check_tokens(old.draft_ids_W, target, str(choice.init))
         refusals.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old

@@ -24,6 +24,7 @@ from outrider.train.drift import measure_drift
 from outrider.train.parts import Score
 from outrider.train.tuning import Tuning
 from outrider.train.validate import GREEDY, score_of
+from outrider.train.vocabulary import tokens_hash
 
 TARGET = "target"
 """Folder of the tuned target inside a head's."""
@@ -59,6 +60,7 @@ class TunedPair:
             "target_fingerprint": tuned.fingerprint(),
             "original": original.name,
             "original_fingerprint": original.fingerprint(),
+            "draft_tokens": tokens_hash(tuned, self.head.draft_ids_W),
             "chat": dict(self.chat),
         }
         if self.texts:

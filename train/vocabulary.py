@@ -198,6 +198,21 @@ def tokenizer_hash(target: Target) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
+def tokens_hash(target: Target, ids_W: Tensor) -> str | None:
+    """What ids stand for, special and added tokens left out: a fine-tune may rename or add those.
+
+    None where the target has no tokenizer.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return None
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ids = [token for token in ids_W.tolist() if token < target.tokenizer_size]
+    ids = [token for token in ids if token not in added]
+    known = repr([*zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)])
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
 def ids_hash(draft_ids_W: Tensor) -> str:
     """Names a draft vocabulary by what is in it."""
     return hashlib.sha256(draft_ids_W.cpu().numpy().tobytes()).hexdigest()[:16]

@@ -27,6 +27,7 @@ from outrider.train.check.finding import Finding, Verdict, failed, ok
 from outrider.train.check.head import Made
 from outrider.train.check.heldout import check_heldout
 from outrider.train.check.needs import check_needs
+from outrider.train.check.origin import check_origin
 from outrider.train.check.rows import mode_fix
 from outrider.train.check.shown import Shown, show
 from outrider.train.plan import Plan
@@ -188,6 +189,7 @@ def _head(case: Case) -> Iterator[Finding]:
     )
     if Made not in case.parts:
         return
+    yield from check_origin(settings.head.init, target)
     vocabulary, head = case.get(Made)
     is_kept = settings.head.init is not None and not settings.head.rebuild_vocab
     yield from head_checks.check_vocabulary(
