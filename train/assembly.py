@@ -83,6 +83,11 @@ def local_folder(settings: Settings) -> Path:
     return _beside(settings) if "://" in store else Path(store)
 
 
+def vocabularies(settings: Settings) -> Path:
+    """Where a run keeps the draft vocabularies that its target chose."""
+    return local_folder(settings) / "vocabularies"
+
+
 def _beside(settings: Settings) -> Path:
     return Path(settings.run.output).parent / "features"
 
@@ -110,8 +115,8 @@ def lay_ground(settings: Settings, device: torch.device) -> Ground:
     rows, counts = read_rows(data.data, target, reading_of(settings))
     if data.row_report is not None:
         counts.write(Path(data.row_report))
-    folder = None if settings.run.plan else local_folder(settings) / "vocabularies"
-    vocabulary, head = make_head(settings, target, rows, folder)
+    chooses, folder = not settings.run.plan, vocabularies(settings)
+    vocabulary, head = make_head(settings, target, rows, folder, chooses=chooses)
     settle(head, settings.head)
     preflight.refuse_unfit(head, vocabulary, target, rows)
     joint = settings.tuning

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from outrider.data.rows import FIRST_LABEL
 from outrider.data.sampling import Sampling
 from outrider.eval.offline.texts import read_texts
 from outrider.train.assembly import is_stored
 from outrider.train.job import Job, Steps, disk_of
 from outrider.train.machine import DISK, Machine
 from outrider.train.memory import count
+from outrider.train.settings import SHIPPED
 from outrider.train.validate import spread
+from outrider.train.vocabulary import MOST_MASS_TOKENS
 from outrider.train.work import forward_ops, law_ops, moment_bytes, muon_ops, pass_ops, step_ops
 
 
@@ -19,6 +22,7 @@ class Time(NamedTuple):
     start: float
     rows: float
     features: float
+    """And a draft vocabulary by mass, which takes the target's passes, too."""
     heldout: float
     """The held-out text's trace, and every evaluation."""
     steps: float
@@ -41,6 +45,7 @@ def time_of(job: Job, steps: Steps, machine: Machine) -> Time:
     if is_stored(settings):
         laws = job.scale * law_ops(rows, job.layout) / forward
         features = ops / forward + laws + raw / machine.write
+    features += vocabulary_seconds(job, forward)
     a_batch = step_ops(job.head, settings, rows, job.layout) / machine.rate("step", precision)
     reading = settings.run.epochs * raw / machine.read
     if not is_stored(settings):
@@ -59,6 +64,18 @@ def time_of(job: Job, steps: Steps, machine: Machine) -> Time:
         steps=steps.micro_batches * a_batch + steps.total * a_step + reading,
         saving=saves * disk.checkpoints / (settings.run.keep_last + 1) / DISK,
     )
+
+
+def vocabulary_seconds(job: Job, forward: float) -> float:
+    """The target's laws on the rows that it chooses a draft vocabulary by mass from."""
+    choice, target, tokens = job.settings.head, job.target, job.num_tokens
+    is_kept = choice.init not in (None, SHIPPED) and not choice.rebuild_vocab
+    if choice.draft_vocab_by != "mass" or isinstance(choice.draft_vocab, str) or is_kept:
+        return 0.0
+    labels = sum(int(row.mask[FIRST_LABEL:].sum()) for row in job.rows)
+    laws = 2 * target.hidden_size * target.vocab_size * labels
+    share = min(1.0, MOST_MASS_TOKENS / tokens)
+    return share * job.scale * (forward_ops(target, job.rows) + laws) / forward
 
 
 def heldout_seconds(job: Job, machine: Machine, evaluations: int) -> float:

@@ -93,7 +93,7 @@ def check_kept(kept_W: Tensor, given_W: Tensor | None) -> None:
 
 
 def check_tokens(draft_ids_W: Tensor, target: Target, init: str) -> None:
-    """A draft vocabulary to keep must hold the tokens that it was chosen as; its notes say which."""
+    """A draft vocabulary to keep must hold the tokens that the head's notes say."""
     noted = read_notes(init).get("draft_tokens")
     ours = tokens_hash(target, draft_ids_W)
     if noted is not None and ours is not None and noted != ours:

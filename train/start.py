@@ -25,6 +25,7 @@ from outrider.train.settings import SHIPPED, HeadSettings, Settings
 from outrider.train.vocabulary import (
     Vocabulary,
     draft_vocabulary,
+    kept_vocabulary,
     likely_vocabulary,
     read_vocabulary,
     supervised,
@@ -42,12 +43,17 @@ START_STEPS = 3
 
 
 def make_head(
-    settings: Settings, target: Target, rows: Sequence[Row], folder: Path | None = None
+    settings: Settings,
+    target: Target,
+    rows: Sequence[Row],
+    folder: Path | None = None,
+    *,
+    chooses: bool = True,
 ) -> tuple[Vocabulary | None, DraftHead]:
     """A fresh head, or the one to start from, with its draft vocabulary.
 
-    A vocabulary by mass is kept in `folder`; without one, where nothing is trained, frequency
-    stands in for it and the target does not run.
+    A vocabulary by mass is kept in `folder`. Without one, and where it is not kept yet and this
+    call does not choose (the target does not run then), frequency stands in for it.
     """
     choice, given_W = settings.head, None
     if isinstance(choice.draft_vocab, str):
@@ -64,7 +70,7 @@ def make_head(
         refusals.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
-    vocabulary = fresh_vocabulary(choice, given_W, target, rows, folder)
+    vocabulary = fresh_vocabulary(choice, given_W, target, rows, folder, chooses=chooses)
     sizes = {"tokenizer_size": target.tokenizer_size, **choice.geometry()}
     if choice.init == SHIPPED:
         ids_W = vocabulary.draft_ids_W if vocabulary else None
@@ -86,6 +92,8 @@ def fresh_vocabulary(
     target: Target,
     rows: Sequence[Row],
     folder: Path | None = None,
+    *,
+    chooses: bool = True,
 ) -> Vocabulary | None:
     """The draft vocabulary given or chosen from the rows; None when it is the target's whole."""
     if not isinstance(choice.draft_vocab, int) or choice.draft_vocab == target.vocab_size:
@@ -93,7 +101,11 @@ def fresh_vocabulary(
     if given_W is not None:
         return vocabulary_of(given_W, supervised(rows), target.vocab_size)
     if choice.draft_vocab_by == "mass" and folder is not None:
-        return likely_vocabulary(target, rows, choice.draft_vocab, folder)
+        if chooses:
+            return likely_vocabulary(target, rows, choice.draft_vocab, folder)
+        kept = kept_vocabulary(target, rows, choice.draft_vocab, folder)
+        if kept is not None:
+            return kept
     frequent = draft_vocabulary(target, rows, choice.draft_vocab)
     return replace(frequent, stands_in=choice.draft_vocab_by == "mass")
 

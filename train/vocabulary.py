@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -63,23 +62,44 @@ def likely_vocabulary(
     tokens that few rows happen to hold. What was found is kept in `folder` and read again.
     """
     always = safe_ids(target.tokenizer, target.eos_ids)
+    found = kept_vocabulary(target, rows, size, folder) if folder is not None else None
+    if found is not None:
+        return found
     check_size(size, target.tokenizer_size)
-    chosen = rows[:: -(-sum(len(row) for row in rows) // MOST_MASS_TOKENS) or 1]
-    digest = hashlib.sha256(f"{target.fingerprint()} {target.dtype} {size}".encode())
-    for row in chosen:
-        digest.update(row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
-    kept = folder / f"mass-{digest.hexdigest()[:16]}.json" if folder is not None else None
-    if kept is not None and kept.exists():
-        with suppress(ValueError):  # a damaged file is made again
-            ids_W = read_vocabulary(kept, target)
-            return vocabulary_of(ids_W, supervised(rows), target.vocab_size)
+    chosen = _read_for_mass(rows)
     source = OnlineFeatures(target, chosen, layers=())
     scores_V = law_sums(target, source, 1.0, title="draft vocabulary")
     ids_W = choose(scores_V, size, always, target.tokenizer_size)
-    if kept is not None:
+    if folder is not None:
         about = {"by": "mass", "temperature": 1.0, "rows": len(chosen)}
-        write_vocabulary(kept, ids_W, target, about)
+        write_vocabulary(_kept_path(target, rows, size, folder), ids_W, target, about)
     return vocabulary_of(ids_W, supervised(rows), target.vocab_size)
+
+
+def kept_vocabulary(
+    target: Target, rows: Sequence[Row], size: int, folder: Path
+) -> Vocabulary | None:
+    """What `likely_vocabulary` kept in `folder` for these very rows; None where it did not yet."""
+    check_size(size, target.tokenizer_size)
+    kept = _kept_path(target, rows, size, folder)
+    if not kept.exists():
+        return None
+    try:
+        ids_W = read_vocabulary(kept, target)
+    except ValueError:  # a damaged file is made again
+        return None
+    return vocabulary_of(ids_W, supervised(rows), target.vocab_size)
+
+
+def _kept_path(target: Target, rows: Sequence[Row], size: int, folder: Path) -> Path:
+    digest = hashlib.sha256(f"{target.fingerprint()} {target.dtype} {size}".encode())
+    for row in _read_for_mass(rows):
+        digest.update(row.ids.numpy().tobytes() + row.mask.numpy().tobytes())
+    return folder / f"mass-{digest.hexdigest()[:16]}.json"
+
+
+def _read_for_mass(rows: Sequence[Row]) -> Sequence[Row]:
+    return rows[:: -(-sum(len(row) for row in rows) // MOST_MASS_TOKENS) or 1]
 
 
 def check_size(size: int, tokenizer_size: int) -> None:

@@ -97,6 +97,19 @@ def test_a_config_alone_is_enough(bare: Path, box: str, capsys: pytest.CaptureFi
     assert online["seconds"]["steps"] > found["seconds"]["steps"]
 
 
+def test_a_vocabulary_by_mass_takes_the_targets_passes(
+    bare: Path, box: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eagle", "--target", str(bare), "--rows", "100", "--mean-length", "20", *FLAGS]
+    plain = planned(capsys, *words, "--machine", box)["seconds"]["features"]
+    mass = planned(capsys, *words, "--machine", box, "--draft-vocab-by", "mass")
+    online = planned(capsys, *words, "--machine", box, "--draft-vocab-by", "mass", "--online")
+    passes = plain - 2 * 2000 * (3 + 1) * 32 / BOX["write"]  # less three layers and the last state
+    laws = 2 * 1000 * 32 * 96 / 1e9  # half of the tokens are supervised
+    assert mass["seconds"]["features"] == pytest.approx(plain + passes + laws)
+    assert online["seconds"]["features"] == pytest.approx(passes + laws)
+
+
 def test_many_rows_are_planned_by_few(
     bare: Path, box: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.data import store, thinned
+from outrider.scripts import features_command
 from outrider.train.check import needs, page, runner
 from outrider.train.check.finding import Finding, failed, refuse
 
@@ -96,6 +97,80 @@ def test_features_that_are_stored_already_need_no_room(
     assert check(*run).wrong == ["disk space"]
     free = heads + round(1.05 * left)  # other features than those that are there
     assert check(*run, "--feature-dtype", "float32").wrong == ["disk space"]
+
+
+def test_features_over_a_vocabulary_by_mass_are_found_once_it_is_chosen(
+    check: Check,
+    train: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    target_folder: Path,
+    rows_file: Path,
+) -> None:
+    monkeypatch.setattr(store, "SHARD_TOKENS", 64)
+    packed = ("--feature-dtype", "int8", "--draft-vocab", "30", "--max-length", "64")
+    packed += ("--draft-vocab-by", "mass", "--top-k", "8")
+    place = tmp_path / "stored"
+    run = ("--store", str(place), "--output", str(tmp_path / "run"), "--unroll-steps", "2")
+    none = check(*run, *packed).found["stored features"]
+    assert none.seen == f"none yet in {place}"
+
+    given = {"target": target_folder, "data": rows_file, "out": place}
+    words = [word for name in given for word in (f"--{name}", str(given[name]))]
+    features_command.main([*words, *packed])
+    found = check(*run, *packed)
+    assert "holds all of this run's; left: 0.00 GiB" in found.found["stored features"].seen
+    assert "30 tokens cover" in found.found["draft vocabulary"].seen  # the target's own choice
+    disk = found.record["plan"]["disk_bytes"]
+    heads = round(disk["checkpoints"] + disk["exports"])
+    disks = SimpleNamespace(free=heads)
+    usage = SimpleNamespace(disk_usage=lambda _: disks)
+    monkeypatch.setattr(needs, "shutil", usage)
+    assert check(*run, *packed).code == 0
+
+    shards = sorted(place.glob("*/features-*.safetensors"))
+    left = sum(shard.stat().st_size for shard in shards[1:3])
+    for shard in shards[1:3]:
+        shard.unlink()
+    disks.free = heads + round(1.05 * left)
+    partly = check(*run, *packed)
+    assert partly.code == 0
+    assert "holds a part of this run's; left" in partly.found["stored features"].seen
+    disks.free = heads + round(0.95 * left)
+    assert check(*run, *packed).wrong == ["disk space"]
+
+    for kept in (place / "vocabularies").iterdir():
+        kept.unlink()
+    unknown = check(*run, *packed)
+    told = unknown.found["stored features"].seen
+    assert "whether they are this run's cannot be told" in told
+    assert f"the target chooses by its probability when training starts ({place}" in told
+    assert (unknown.code, unknown.found["disk space"].verdict) == (0, "warn")
+    assert "training tells, and refuses before" in unknown.found["disk space"].remedy
+    disks.free = heads - 1  # too little whatever is stored
+    assert check(*run, *packed).wrong == ["disk space"]
+    # Laws over all of the target's tokens depend on no choice.
+    whole = check(*run, *packed, "--teacher-over", "target").found["stored features"].seen
+    assert "holds others than this run's" in whole
+
+
+def test_a_sample_of_the_rows_tells_no_stored_features(
+    check: Check,
+    train: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    rows_file: Path,
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "many.jsonl"
+    data.write_text(rows_file.read_text("utf-8") * 8, encoding="utf-8")
+    flags = ("--store", str(tmp_path / "stored"), "--unroll-steps", "2")
+    with pytest.raises(SystemExit, match="0"):
+        train(*flags, "--stop-after-steps", "1", data=data)
+    monkeypatch.setattr(runner, "thin", partial(thinned.thin, most_work=1100))
+    sampled = check(*flags, data=data).found["stored features"].seen
+    assert "only a sample was read (--every-row reads all)" in sampled
+    every = check(*flags, "--every-row", data=data).found["stored features"].seen
+    assert "holds all of this run's; left: 0.00 GiB" in every
 
 
 def test_the_plan_is_what_the_trainer_plans(

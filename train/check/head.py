@@ -4,6 +4,7 @@ Letters: N positions, P predicted tokens, K steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,19 @@ class Made(NamedTuple):
 
 
 def check_head(
-    settings: Settings, target: Target, rows: Sequence[Row], keep: Callable[[Made], None]
+    settings: Settings,
+    target: Target,
+    rows: Sequence[Row],
+    keep: Callable[[Made], None],
+    vocabularies: Path | None = None,
 ) -> Iterator[Finding]:
-    """The head can be made and fits its target; `keep` is given it."""
+    """The head can be made and fits its target; `keep` is given it.
+
+    `vocabularies` is where a run keeps what its target chose.
+    """
     name = "head"
     try:
-        vocabulary, head = make_head(settings, target, rows)
+        vocabulary, head = make_head(settings, target, rows, vocabularies, chooses=False)
         settle(head, settings.head)
         refusals.check_head(head, target)
     except ValueError as error:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.train.assembly import Ground, features_left, is_stored, local_folder
-from outrider.train.check.finding import Finding, fail, ok
+from outrider.train.assembly import Ground, is_stored, local_folder
+from outrider.train.check.finding import Finding, fail, ok, warn
+from outrider.train.check.stored import Stored, find_stored
 from outrider.train.job import Disk
 from outrider.train.plan import Plan, existing, gib, job_of, plan_here
 
@@ -37,33 +38,43 @@ def check_needs(
         yield ok("joint", " ".join(line.strip() for line in told))
     for section in plan.sections():
         yield ok(section.name, section.told())
-    yield check_space(ground, plan.disk, knows_all=stands_for == 1)
+    stored = find_stored(ground, plan, stands_for)
+    if stored.finding is not None:
+        yield stored.finding
+    yield check_space(ground, plan.disk, stored)
 
 
-def check_space(ground: Ground, disk: Disk, *, knows_all: bool) -> Finding:
+def check_space(ground: Ground, disk: Disk, stored: Stored) -> Finding:
     """What goes to each file system, and what is free there; features in a cloud are not asked.
 
-    Features that are stored already need no more room, where `knows_all` rows.
+    Features that are stored already need no more room. Where nobody can say which are, too little
+    room is a warning: training knows, and refuses before it computes any that do not fit.
     """
-    settings = ground.settings
+    settings, name = ground.settings, "disk space"
     heads = Part(
         "checkpoints and heads", Path(settings.run.output), disk.checkpoints + disk.exports
     )
-    parts = [heads]
-    if is_stored(settings) and "://" not in ground.store_folder:
-        left = features_left(ground) if knows_all else disk.features
-        name = "features" if left == disk.features else "the features that are not stored yet"
-        parts.append(Part(name, local_folder(settings), left))
-    told, wrong = list[str](), list[str]()
-    for group in by_device(parts):
+    is_whole = stored.left == disk.features
+    title = "features" if is_whole else "the features that are not stored yet"
+    features = Part(title, local_folder(settings), stored.left)
+    is_here = is_stored(settings) and "://" not in ground.store_folder
+    told, wrong, is_sure = list[str](), list[str](), False
+    for group in by_device([heads, features] if is_here else [heads]):
         size = sum(part.size for part in group)
         free = shutil.disk_usage(existing(group[0].folder)).free
         what = " and ".join(f"{part.name} ({part.folder})" for part in group)
         told.append(f"{what} take {gib(size)} of {gib(free)} that are free")
         wrong += [told[-1]] if size > free else []
-    name = "disk space"
+        is_sure |= sum(part.size for part in group if part is heads or stored.is_known) > free
     if not wrong:
         return ok(name, "; ".join(told))
+    if not is_sure:
+        return warn(
+            name,
+            "; ".join(wrong),
+            "some of the features may be stored already: training tells, and refuses before it "
+            "computes any that do not fit",
+        )
     return fail(
         name,
         "; ".join(wrong),

@@ -16,7 +16,7 @@ NAME = "start from"
 
 
 def check_origin(init: str | None, target: Target) -> Iterator[Finding]:
-    """Whether the head in `init` was trained for just this target, by hash, and for its template."""
+    """Whether the head in `init` was trained for this very target, by hash, and its template."""
     if init is None or init == SHIPPED:
         return
     notes = read_notes(init)

@@ -185,7 +185,11 @@ def _head(case: Case) -> Iterator[Finding]:
     if not rows:
         raise Lacking("Collector")
     yield from head_checks.check_head(
-        settings, target, rows, lambda made: case.parts.update({Made: made})
+        settings,
+        target,
+        rows,
+        lambda made: case.parts.update({Made: made}),
+        assembly.vocabularies(settings),
     )
     if Made not in case.parts:
         return
