@@ -9,6 +9,9 @@ from outrider.data.anatomy import find_folder
 from outrider.data.demo_target import DEMO_TARGET
 from outrider.data.target import Target
 
+MOST_SAID = 300
+"""Characters of another library's message."""
+
 
 def outline(name: str, *, dtype: torch.dtype, reads_rows: bool) -> Target:
     """The target called `name`, all of whose weights are on the meta device.
@@ -23,10 +26,13 @@ def outline(name: str, *, dtype: torch.dtype, reads_rows: bool) -> Target:
         config = AutoConfig.from_pretrained(place)
         tokenizer = AutoTokenizer.from_pretrained(place) if reads_rows else None
         model = empty(config, dtype)
-    except (OSError, ValueError, KeyError) as error:
-        what = "config.json and a tokenizer" if reads_rows else "a config.json"
+    except Exception as error:  # whatever transformers or tokenizers raise
+        what = "config.json and a tokenizer" if reads_rows else "config.json"
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if len(why) > MOST_SAID:  # transformers lists every class it has
+            why = f"{why[:MOST_SAID]} ..."
         raise ValueError(
-            f"target {name!r} has no {what} of a causal language model: {error}; name a model's "
+            f"target {name!r} has no {what} of a causal language model ({why}); name a model's "
             "folder or Hub id" + ("; or give --rows and --mean-length" if reads_rows else "")
         ) from error
     return Target.outlined(model, tokenizer, name=name)

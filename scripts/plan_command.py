@@ -4,6 +4,7 @@ Nothing of the target is loaded but its config, and its tokenizer where rows are
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class PlanSettings:
 
     mean_length: float | None = None
     """With rows: their mean length in tokens; lengths are spread from half to one and a half of it,
-    and cut at max_length."""
+    and cut at max_length, or dropped with --on-long drop; --max-tokens holds."""
 
     supervised: float = 0.5
     """With rows: the share of tokens that is supervised, at the end of each row."""
@@ -85,7 +86,7 @@ class PlanSettings:
             )
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"rows is {self.rows}; give at least 1")
-        if self.mean_length is not None and self.mean_length < 4:
+        if self.mean_length is not None and not 4 <= self.mean_length < math.inf:
             raise ValueError(f"mean_length is {self.mean_length}; rows have at least 4 tokens")
         if not 0 < self.supervised <= 1:
             raise ValueError(f"supervised is {self.supervised}; it is a share above 0, up to 1")
@@ -95,6 +96,11 @@ class PlanSettings:
             raise ValueError("save_machine is given without measure, so there is nothing to save")
         if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency is {self.efficiency}; it is a share above 0, up to 1")
+        if self.efficiency is not None and self.machine is None:
+            raise ValueError(
+                f"efficiency is {self.efficiency} without machine; it is the share of a named "
+                "GPU's peak: give --machine, or leave it out"
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,7 +166,7 @@ def job_for(asked: PlanSettings, settings: Settings) -> Job:
         head=blank_head(config, ids_W, settings, target),
         rows=rows,
         layout=layout,
-        scale=asked.rows / len(rows) if asked.rows is not None else 1.0,
+        scale=stands_for(asked, rows, data.max_tokens),
         rows_seconds=seconds,
     )
 
@@ -178,12 +184,28 @@ def invented(asked: PlanSettings, settings: Settings) -> list[Row]:
     found: list[Row] = []
     for place in range(number):
         wanted = round(asked.mean_length * (0.5 + (place + 0.5) / number))
+        if wanted > settings.data.max_length and settings.data.on_long == "drop":
+            continue
         length = min(max(wanted, 4), settings.data.max_length)
         mask = torch.arange(length) >= round(length * (1 - asked.supervised))
         start = int((~mask).sum())
         ids = torch.zeros(length, dtype=torch.int64)
         found.append(Row(ids, mask, f"row-{place}", "invented", start))
+    if not found:
+        raise ValueError(
+            f"mean_length is {asked.mean_length} and on_long is 'drop', which leaves no row of at "
+            f"most max_length {settings.data.max_length}; give a larger --max-length"
+        )
     return found
+
+
+def stands_for(asked: PlanSettings, rows: Sequence[Row], max_tokens: int | None) -> float:
+    """Rows of the run for each of these: those read are all, invented ones stand for more."""
+    if asked.rows is None:
+        return 1.0
+    scale = asked.rows / min(asked.rows, STAND_INS)
+    tokens = sum(len(row) for row in rows)
+    return scale if max_tokens is None else min(scale, max_tokens / tokens)
 
 
 def draft_ids(settings: Settings, target: Target, rows: Sequence[Row] | None) -> Tensor | None:

@@ -60,11 +60,20 @@ class Machine:
     """Rows a second that are rendered and tokenised."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "source", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: text")
         for name in ("write", "read", "rows"):
-            check_range(name, getattr(self, name), above=0)
+            _check_number(name, getattr(self, name), above=0)
+        _check_number("start", self.start, low=0)
+        if self.memory is not None:
+            _check_number("memory", self.memory, above=0)
         for name in ("forward", "step", "optimiser"):
-            for key, rate in getattr(self, name).items():
-                check_range(f"{name}[{key}]", rate, above=0)
+            rates = getattr(self, name)
+            if not isinstance(rates, Mapping):
+                raise ValueError(f"{name} is {rates!r}; allowed: rates by name")
+            for key, rate in rates.items():
+                _check_number(f"{name}[{key}]", rate, above=0)
 
     def save(self, path: Path) -> None:
         """Keep it as JSON, for --machine."""
@@ -84,6 +93,12 @@ class Machine:
         return known[kind]
 
 
+def _check_number(name: str, value: object, **limits: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}; allowed: a number")
+    check_range(name, value, **limits)
+
+
 def machine_named(name: str, efficiency: float | None = None) -> Machine:
     """A machine by file (written by --measure), or by the name of a GPU in SHEETS.
 
@@ -91,6 +106,11 @@ def machine_named(name: str, efficiency: float | None = None) -> Machine:
     """
     path = Path(name)
     if path.is_file():
+        if efficiency is not None:
+            raise ValueError(
+                f"efficiency is {efficiency} and machine is the file {name!r}, whose rates were "
+                "measured; leave efficiency out, or name a GPU"
+            )
         return read_machine(path)
     if name not in SHEETS:
         raise ValueError(

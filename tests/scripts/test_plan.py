@@ -221,6 +221,10 @@ def test_a_large_target_is_measured_by_its_first_layers(
         (["--measure", "--machine", "h100"], "leave one of them out"),
         (["--save-machine", "x.json"], "nothing to save"),
         (["--efficiency", "2", "--machine", "h100"], "efficiency is 2.0"),
+        (["--efficiency", "0.5", "--rows", "5", "--mean-length", "20"], "without machine"),
+        (["--rows", "5", "--mean-length", "inf"], "mean_length is inf"),
+        (["--rows", "5", "--mean-length", "nan"], "mean_length is nan"),
+        (["--rows", "5", "--mean-length", "900", "--on-long", "drop"], "leaves no row of at most"),
         (["--rows", "5", "--mean-length", "20", "--data", "x.jsonl"], "rows is given and --data"),
         (["--rows", "5", "--mean-length", "20", "--machine", "abacus"], "machine is 'abacus'"),
         (["--rows", "5", "--mean-length", "20", "--init", "somewhere"], "init is 'somewhere'"),
@@ -236,6 +240,55 @@ def test_refusals_exit_with_2_and_say_what_to_do(
     assert ended.value.code == 2
     shown = re.sub(r"[^\w(),.:;\'/-]+", " ", capsys.readouterr().err)  # without boxes
     assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"memory": "16G"}, "memory is '16G'; allowed: a number"),
+        ({"memory": -1}, "memory is -1; allowed: above 0"),
+        ({"start": -5}, "start is -5; allowed: at least 0"),
+        ({"start": True}, "start is True; allowed: a number"),
+        ({"write": float("nan")}, "write is nan; allowed: above 0"),
+        ({"forward": {"float32": "fast"}}, "forward[float32] is 'fast'; allowed: a number"),
+        ({"step": [2e9]}, "step is [2000000000.0]; allowed: rates by name"),
+        ({"name": 3}, "name is 3; allowed: text"),
+        ({"forward": {}}, "has no rate of forward for float32 (it has none)"),
+    ],
+)
+def test_a_machine_file_with_wrong_values_is_refused_by_name(
+    wrong: dict[str, Any], said: str, bare: Path, box: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(box).write_text(json.dumps(BOX | wrong), encoding="utf-8")
+    words = ["plan", "eagle", "--target", str(bare), "--rows", "9", "--mean-length", "20", *FLAGS]
+    with pytest.raises(SystemExit) as ended:
+        outrider([*words, "--machine", box])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_measured_machine_takes_no_efficiency(bare: Path, box: str) -> None:
+    words = ["eagle", "--target", str(bare), "--rows", "9", "--mean-length", "20", *FLAGS]
+    with pytest.raises(ValueError, match=r"efficiency is 0\.5 and machine is the file"):
+        main([*words, "--machine", box, "--efficiency", "0.5"])
+
+
+def test_limits_of_the_run_hold_for_invented_rows(
+    bare: Path, box: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eagle", "--target", str(bare), "--mean-length", "60", *FLAGS, "--machine", box]
+    whole = planned(capsys, *words, "--rows", "1000")
+    assert 45_000 < whole["tokens"] < 60_000  # half of the rows are cut to 64
+    few = planned(capsys, *words, "--rows", "1000", "--max-tokens", "5000")
+    assert few["tokens"] == 5000
+    share = 5000 / whole["tokens"]
+    for part, name in (("disk_bytes", "features"), ("seconds", "steps")):
+        assert few[part][name] == pytest.approx(share * whole[part][name], rel=0.03)
+    many = planned(capsys, *words, "--rows", "400000", "--max-tokens", "5000")
+    assert many["tokens"] == 5000
+    kept = planned(capsys, *words, "--rows", "1000", "--on-long", "drop")
+    lengths = [round(30.03 + 0.06 * place) for place in range(1000)]
+    assert kept["tokens"] == pytest.approx(sum(x for x in lengths if x <= 64), rel=0.01)
 
 
 def test_a_folder_without_a_config_is_refused(
