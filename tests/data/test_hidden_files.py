@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from outrider.data.hidden_files import FileStates
 from outrider.data.layout import layout_of
@@ -119,6 +119,65 @@ def test_a_last_state_after_the_norm_is_refused(target, folder):
     states[:, -1] = target.run(row.ids[None]).last_BTH[0] * torch.linspace(1, 9, 32)
     save_file({"hidden_states": states, "token_ids": row.ids}, folder / "hs_0.safetensors")
     refused(target, folder, "the last state of row row-0 differs from the target's own")
+
+
+def resave(folder, index, change):
+    """Change the states of a row's file."""
+    path = folder / f"hs_{index}.safetensors"
+    content = load_file(path)
+    save_file(content | {"hidden_states": change(content["hidden_states"]).contiguous()}, path)
+
+
+def test_states_of_fewer_tokens_than_the_row_are_refused(target, folder):
+    """As an engine writes them whose prefix cache holds the first tokens, or without the last."""
+    resave(folder, 3, lambda x: x[4:])
+    refused(target, folder, r"hs_3.safetensors holds hidden_states of 7 tokens for a row of 11")
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_single_missing_state_is_refused(target, folder, place):
+    def change(states):
+        states[place] = 0
+        return states
+
+    resave(folder, 0, change)
+    at = 0 if place == 0 else 7
+    refused(target, folder, f"layer 1 of row row-0 differs .* by 1.00 of its length at token {at} ")
+
+
+def test_states_that_are_no_numbers_are_refused_in_any_row(target, folder):
+    def change(states):
+        states[3, 1, 5] = torch.nan
+        return states
+
+    resave(folder, 4, change)
+    refused(target, folder, "hs_4.safetensors holds hidden_states .* not all finite floats")
+
+
+def test_states_of_another_row_are_refused_where_rows_are_checked(target, folder):
+    other = load_file(folder / "hs_4.safetensors")["hidden_states"]
+    resave(folder, 3, lambda x: other[: len(x)])
+    refused(target, folder, "of row row-3 differs from the target's own")
+
+
+def test_files_in_any_order_and_precision_are_matched_by_their_tokens(target, folder):
+    rows = make_rows()
+    for index in range(6):
+        path = folder / f"hs_{index}.safetensors"
+        if path.exists():
+            path.rename(folder / f"z{9 - index}.safetensors")
+            content = load_file(folder / f"z{9 - index}.safetensors")
+            content["hidden_states"] = content["hidden_states"].bfloat16()
+            content["token_ids"] = content["token_ids"].int()
+            save_file(content, folder / f"z{9 - index}.safetensors")
+    found = FileStates(folder, target, LAYERS, rows).of(rows[::-1])
+    for row, states in zip(rows[::-1], found, strict=True):
+        wanted = extracted(target, row.ids)[:, :-1].flatten(1)
+        torch.testing.assert_close(states.aux_TF.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_folder_that_is_none_is_told(target, tmp_path):
+    refused(target, tmp_path / "nowhere", "hidden_states .*nowhere is no folder")
 
 
 def test_a_damaged_file_is_named(target, folder):
