@@ -139,9 +139,14 @@ class CloudFolder(Folder):
     def write(self, name: str, content: Content) -> None:
         path = self.local / name
         write_whole(path, content)
-        self._files.makedirs(self._root, exist_ok=True)
-        with path.open("rb") as file:
-            self._files.pipe_file(f"{self._root}/{name}", file.read())
+        try:
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(f"{self._root}/{name}", path.read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"{self.name}/{name} cannot be written: {error}; what is whole there stays: make "
+                "room or mend the connection and run the same command again, and it continues"
+            ) from error
 
     def path(self, name: str) -> Path:
         path = self.local / name
@@ -162,11 +167,11 @@ def fits(file: BinaryIO, size: int, shapes: Mapping[str, list[int]]) -> bool:
     length = int.from_bytes(file.read(8), "little")
     try:
         header: dict[str, Any] = json.loads(file.read(length)) if length < size else {}
-    except ValueError:
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        found = {name: entry["shape"] for name, entry in header.items()}
+    except (ValueError, TypeError, LookupError, AttributeError):  # damaged
         return False
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    found = {name: entry["shape"] for name, entry in header.items()}
     return found == shapes and size == 8 + length + end
 
 

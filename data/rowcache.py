@@ -5,7 +5,7 @@ Letters: N tokens of all rows, R rows.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from outrider.data.counts import Counts
-from outrider.data.files import settle, sweep, temporary_for
+from outrider.data.files import sweep
+from outrider.data.folders import write_whole
 from outrider.data.forms import RecordReader
 from outrider.data.mixture import parts_of
 from outrider.data.reading import Reading, Row
@@ -98,20 +100,20 @@ def save_read(path: Path, read: Read) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
-    temporary = temporary_for(path)
-    save_file(tensors, temporary)
-    settle(temporary)
-    temporary.replace(path)
+    write_whole(path, tensors)
 
 
 def load_read(path: Path) -> Read | None:
-    """What was kept; None when there is nothing, or half of it."""
+    """What was kept; None when there is nothing, or it is damaged."""
     if not path.is_file():
         return None
     try:
-        found = load_file(path)
-    except SafetensorError:  # cut short
+        return _unpacked(load_file(path))
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError):
         return None
+
+
+def _unpacked(found: Mapping[str, Tensor]) -> Read:
     notes = json.loads(found["notes"].numpy().tobytes())
     lengths: Sequence[int] = found["lengths_R"].tolist()
     ids, masks = found["ids_N"].long().split(lengths), found["mask_N"].split(lengths)

@@ -131,7 +131,7 @@ class FeatureStore:
         if not isinstance(folder, CloudFolder):
             check_disk(store_bytes(wanted, layout), folder)
         with folder.claim(KEY_CLAIM, wait=True):
-            if folder.read("key.json") is None:
+            if _read_key(folder) is None:
                 folder.write("key.json", json.dumps(key, indent=1).encode())
         with tqdm(
             total=sum(len(row) for row in rows),
@@ -271,16 +271,25 @@ def _shard(
 
 def _check_key(folder: Folder, key: Mapping[str, object]) -> None:
     """The folder's name is made from its key: another key inside means someone moved files."""
-    written = folder.read("key.json")
-    if written is None:
+    known = _read_key(folder)
+    if known is None:
         return
-    known: Mapping[str, object] = json.loads(written)
     unlike = _unlike(known, json.loads(json.dumps(key)))
     if unlike:
         raise ValueError(
             f"{folder.name} was made with other settings ({'; '.join(unlike)}) than its name says; "
             "remove it, or name another store"
         )
+
+
+def _read_key(folder: Folder) -> Mapping[str, object] | None:
+    """The key in a folder; None where there is none yet, or a damaged one, to be written again."""
+    written = folder.read("key.json")
+    try:
+        known = json.loads(written) if written is not None else None
+    except ValueError:
+        return None
+    return known if isinstance(known, dict) else None
 
 
 def _unlike(known: Mapping[str, object], wanted: Mapping[str, object]) -> Iterable[str]:

@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -31,3 +32,32 @@ def pytest_terminal_summary(terminalreporter):
     num_gpu = sum("no CUDA device" in str(report.longrepr) for report in skipped)
     if num_gpu:
         terminalreporter.write_line(f"GPU tests skipped for want of a CUDA device: {num_gpu}")
+
+
+class Disk:
+    """A real file system of its own size, in memory."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def mount(self, size, *options):
+        words = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs"]
+        done = subprocess.run([*words, str(self.path)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no disk to fill, since mount is not allowed here: {done.stderr.strip()}")
+
+    def grow(self, size):
+        self.mount(size, "remount")
+
+
+@pytest.fixture
+def make_disk(tmp_path):
+    disk = Disk(tmp_path / "disk")
+    disk.path.mkdir()
+
+    def make(size):
+        disk.mount(size)
+        return disk
+
+    yield make
+    subprocess.run(["umount", str(disk.path)], capture_output=True)

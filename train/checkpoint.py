@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,22 +75,34 @@ def step_of(folder: Path) -> int:
 
 
 def save(output: Path, position: Position, live: Stateful, claims: Claims) -> Path:
-    """Write checkpoints/step-N through a temporary folder; the main process calls this."""
+    """Write checkpoints/step-N through a temporary folder; the main process calls this.
+
+    Raises OSError, and leaves nothing behind, where the disk has no room for it.
+    """
     final = output / "checkpoints" / f"step-{position.step:08d}"
     draft = final.with_name(f".writing-{final.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     weights = {name: value.detach().cpu() for name, value in live.head.state_dict().items()}
     tensors = {name: value.contiguous() for name, value in weights.items()}
-    save_file(tensors, draft / FILES["head"])
-    torch.save([item.state_dict() for item in live.optimizers], draft / FILES["optimizer"])
+    stored: dict[str, Tensor] | None = None
     if live.average is not None:
         stored = {name: value.cpu() for name, value in live.average.average.items()}
-        save_file(stored, draft / FILES["average"])
-    write_json(draft / FILES["schedule"], claims.schedule | {"step": position.step})
-    sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
-    state = {"position": asdict(position), "world": live.world, "files": sizes}
-    write_json(draft / "state.json", state | asdict(claims))
+    try:
+        save_file(tensors, draft / FILES["head"])
+        torch.save([item.state_dict() for item in live.optimizers], draft / FILES["optimizer"])
+        if stored is not None:
+            save_file(stored, draft / FILES["average"])
+        write_json(draft / FILES["schedule"], claims.schedule | {"step": position.step})
+        sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+        state = {"position": asdict(position), "world": live.world, "files": sizes}
+        write_json(draft / "state.json", state | asdict(claims))
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
+        shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(
+            f"checkpoint {final} cannot be written: {error}; free some space, or keep fewer "
+            "(--keep-last), and run the same command again: it goes on from the last whole one"
+        ) from error
     replace_folder(draft, final)
     return final
 

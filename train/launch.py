@@ -55,7 +55,7 @@ def run(kind: type[Settings], argv: Sequence[str] | None, held: ExitStack) -> No
     except Stopped as outcome:
         print(outcome)
         sys.exit(0 if outcome.is_planned else 130)
-    except TrainingStopped as problem:
+    except (TrainingStopped, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(1)
 

@@ -249,8 +249,16 @@ def _write_shard(
             name = start + index
             tensors |= {f"{name}.{key}": part.contiguous().clone() for key, part in parts.items()}
             policy += found
-    save_file(tensors, path.with_suffix(".tmp"), {"policy": json.dumps(asdict(policy))})
-    path.with_suffix(".tmp").replace(path)
+    draft = path.with_suffix(".tmp")
+    try:
+        save_file(tensors, draft, {"policy": json.dumps(asdict(policy))})
+    except (OSError, SafetensorError) as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} cannot be written: {error}; free some space and run the same command again, "
+            "and it continues from there"
+        ) from error
+    draft.replace(path)
 
 
 def _is_finished(folder: Path, info: dict[str, Any]) -> bool:

@@ -29,7 +29,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     """Write a head so that no reader ever sees half of one.
 
     The new folder is complete before it takes the old one's place; a kill between the two renames
-    leaves the old one beside it, and the next write or read puts it back.
+    leaves the old one beside it, and the next write or read puts it back. Raises OSError, and
+    leaves the old one, where the disk has no room.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _recover(folder)
@@ -37,11 +38,18 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(plain, fresh / WEIGHTS, metadata={"format": "pt"})
-    (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in (WEIGHTS, CONFIG):
-        with (fresh / name).open("rb") as file:
-            os.fsync(file.fileno())
+    try:
+        save_file(plain, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name in (WEIGHTS, CONFIG):
+            with (fresh / name).open("rb") as file:
+                os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise OSError(
+            f"head {folder} cannot be written: {error}; free some space and run the same command "
+            "again"
+        ) from error
     old = _old(folder)
     if folder.exists():
         folder.rename(old)

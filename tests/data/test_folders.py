@@ -74,6 +74,52 @@ def test_a_shard_that_is_cut_short_there_is_built_again(target, root, tmp_path, 
     assert files.cat_file(place) == content
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 400,
+        (2).to_bytes(8, "little") + b"[]" + b"\0" * 40,
+        (12).to_bytes(8, "little") + b'{"scale":[]}' + b"\0" * 40,
+    ],
+)
+def test_damaged_shards_are_built_again(content, target, root, tmp_path, monkeypatch):
+    first = build(target, root)
+    files, place = fsspec.core.url_to_fs(f"{first.folder.name}/features-000001.safetensors")
+    good = files.cat_file(place)
+    files.pipe_file(place, content)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "two"))
+    build(target, root)
+    assert files.cat_file(place) == good
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\0\0"])
+def test_a_damaged_key_is_written_again(content, target, root, tmp_path, monkeypatch):
+    for place in (root, str(tmp_path / "here")):
+        first = build(target, place)
+        name = f"{first.folder.name}/key.json"
+        files, at = fsspec.core.url_to_fs(name)
+        good = files.cat_file(at)
+        files.pipe_file(at, content)
+        build(target, place, states=Never(target, LAYERS))
+        assert files.cat_file(at) == good
+
+
+def test_a_full_disk_behind_an_address_is_told(target, tmp_path, monkeypatch, make_disk):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "one"))
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 27)
+    whole = build(target, f"file://{tmp_path / 'roomy'}").folder.local
+    size = sum(path.stat().st_size for path in whole.iterdir())
+    disk = make_disk(size // 2)
+    with pytest.raises(ValueError, match=r"cannot be written: .*No space.*run the same command ag"):
+        build(target, f"file://{disk.path}/store")
+    disk.grow(10 * size)
+    store = build(target, f"file://{disk.path}/store")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "two"))
+    again = build(target, store.folder.name.rpartition("/")[0], states=Never(target, LAYERS))
+    assert torch.equal(again.row(8).aux_TF, store.row(8).aux_TF)
+
+
 def test_an_address_that_nothing_opens_is_refused():
     with pytest.raises(ValueError, match="store 'nowhere://x/y' cannot be opened"):
         folder_at("nowhere://x", "y")

@@ -295,6 +295,24 @@ def test_the_cache_gives_the_same_rows_and_misses_when_anything_changes(
     assert read == 9
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 900, (2).to_bytes(8, "little") + b"{}"])
+def test_a_damaged_cache_file_is_read_again(content, tmp_path, target):
+    source, reading = numbered(tmp_path / "rows.jsonl", 5), Reading(cache=tmp_path / "cache")
+    first = read_rows(source, target, reading)
+    (path,) = (tmp_path / "cache").glob("*.safetensors")
+    good = path.read_bytes()
+    path.write_bytes(content)
+    same(read_rows(source, target, reading), first)
+    assert path.read_bytes() == good
+
+
+def test_a_cache_without_room_is_told_and_leaves_nothing(tmp_path, target, make_disk):
+    source, disk = numbered(tmp_path / "rows.jsonl", 500), make_disk("8k")
+    with pytest.raises(ValueError, match=r"cannot be written: .*No space left on device"):
+        read_rows(source, target, Reading(cache=disk.path / "cache"))
+    assert not list((disk.path / "cache").iterdir())
+
+
 def test_half_a_cache_file_is_read_again(tmp_path, target):
     source, reading = numbered(tmp_path / "rows.jsonl", 5), Reading(cache=tmp_path / "cache")
     first = read_rows(source, target, reading)
