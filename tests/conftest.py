@@ -60,4 +60,5 @@ def make_disk(tmp_path):
         return disk
 
     yield make
-    subprocess.run(["umount", str(disk.path)], capture_output=True)
+    # Lazily: a stopped run in this process may not have let go of its files yet.
+    subprocess.run(["umount", "--lazy", str(disk.path)], capture_output=True)
