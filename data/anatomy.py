@@ -90,6 +90,8 @@ def find_tables(model: PreTrainedModel, config: PretrainedConfig, name: str) -> 
     if getattr(output, "bias", None) is not None:
         raise ValueError(f"target {name!r} has a bias on its output head; not supported")
     scale: Any = getattr(embedding, "embed_scale", None)  # a buffer or a number
+    if isinstance(scale, Tensor) and scale.is_meta:  # a model without weights has the number, too
+        scale = getattr(embedding, "scalar_embed_scale", None)
     if scale is None:
         scale = getattr(config, "embedding_multiplier", None)
     cap = getattr(config, "final_logit_softcapping", None)

@@ -65,8 +65,7 @@ def make_head(
     if old is not None and not choice.rebuild_vocab:
         refusals.check_warm_start(old.config, choice)
         refusals.check_head(old, target)
-        if old.config.is_reduced:
-            refusals.check_tokens(old.draft_ids_W, target, str(choice.init))
+        refusals.check_tokens(old, target, str(choice.init))
         refusals.check_kept(old.draft_ids_W, given_W)
         kept = vocabulary_of(old.draft_ids_W, supervised(rows), target.vocab_size)
         return kept if old.config.is_reduced else None, old
@@ -82,7 +81,7 @@ def make_head(
     head.attach(tables(target))
     head.start_from_target()
     if old is not None:
-        adopt(head, old)
+        adopt(head, old, knows_ids=not refusals.has_other_tokens(old, target, str(choice.init)))
     return vocabulary, head
 
 
@@ -183,8 +182,11 @@ def settle(head: DraftHead, choice: HeadSettings) -> None:
 
 
 @torch.no_grad()
-def adopt(head: DraftHead, old: DraftHead) -> None:
-    """Take over the old head's weights, its output rows by target id where both have the id."""
+def adopt(head: DraftHead, old: DraftHead, *, knows_ids: bool = True) -> None:
+    """Take over the old head's weights, its output rows by target id where both have the id.
+
+    Where the old head's ids were other tokens its output rows are left, and not `knows_ids`.
+    """
     head.follow(old)
     outputs = {id(weight) for weight in old.own_outputs}
     named = old.named_parameters(remove_duplicate=False)
@@ -192,6 +194,6 @@ def adopt(head: DraftHead, old: DraftHead) -> None:
     place_V = torch.full((old.config.vocab_size,), -1)
     place_V[old.draft_ids_W] = torch.arange(len(old.draft_ids_W))
     source_W = place_V[head.draft_ids_W]
-    known_W = source_W >= 0
+    known_W = (source_W >= 0) & knows_ids
     for ours, theirs in zip(head.own_outputs, old.own_outputs, strict=True):
         ours[known_W] = theirs[source_W[known_W]]

@@ -11,6 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig
 
 from outrider.data.batches import Batches, StoredRow
 from outrider.data.laws import TopLaw
@@ -29,6 +30,9 @@ from outrider.train.start import settle
 COUNTED_PACKS = 4
 """Packs whose step is counted; the mean stands for all."""
 META = torch.device("meta")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts, and of those that each token passes."""
+TAKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,19 @@ def blank_head(
 def block_parameters(target: Target) -> float:
     """Weights of the decoder layers that one token passes, those of experts by their share."""
     config = target.config
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    taken = getattr(config, "num_experts_per_tok", None)
+    experts, taken = (_first(config, names) for names in (EXPERTS, TAKEN))
     share = taken / experts if experts and taken else 1.0
     return sum(
         value.numel() * (share if "experts" in name and "shared" not in name else 1.0)
         for name, value in target.blocks.named_parameters()
         if value.ndim > 1
     )
+
+
+def _first(config: PretrainedConfig, names: Sequence[str]) -> int | None:
+    """The first of some settings that a config has."""
+    found = (getattr(config, name, None) for name in names)
+    return next((x for x in found if isinstance(x, int) and x > 0), None)
 
 
 def pass_ops(target: Target, lengths: Sequence[int]) -> float:

@@ -12,8 +12,13 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from outrider.data.rows import Reading, read_rows
 from outrider.data.target import Target
-from outrider.heads.formats import read_notes
+from outrider.eval.link import tables
+from outrider.heads.formats import load_head, read_notes
+from outrider.train.kinds import EagleRun
+from outrider.train.recipe import parse
+from outrider.train.start import make_head
 from outrider.train.vocabulary import tokens_hash
 
 Train = Callable[..., Path]
@@ -148,6 +153,37 @@ def test_a_draft_vocabulary_of_other_tokens_is_refused(
     rebuilt = told("--init", old, "--target", str(tuned), "--rebuild-vocab", *FLAGS)
     assert "error:" not in rebuilt
     assert "note: start from: the head in init" in rebuilt
+
+
+def test_a_whole_vocabulary_of_other_tokens_is_refused(
+    check: Check, train: Callable[..., Path], tuned: Path
+) -> None:
+    """Its output rows are of other tokens, too."""
+    whole = str(train(output="whole") / "last")
+    change_words(tuned, lambda x: x | {"w7": x["w8"], "w8": x["w7"]})
+    result = check("--init", whole, target=tuned)
+    assert result.code == 1
+    assert "its ids are other tokens here" in result.found["head"].seen
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_rebuilt_vocabulary_takes_no_rows_of_other_tokens(
+    is_other: bool, old: str, tuned: Path, rows_file: Path
+) -> None:
+    if is_other:
+        change_words(tuned, lambda x: x | {"w7": x["w8"], "w8": x["w7"]})
+    words = ["--target", str(tuned), "--data", str(rows_file), "--output", "o", *FLAGS]
+    settings = parse([*words, "--init", old, "--rebuild-vocab", "--lr", "1e-3"], EagleRun)
+    target = Target.load(str(tuned))
+    rows, _ = read_rows(str(rows_file), target, Reading(max_length=64))
+    _, head = make_head(settings, target, rows)
+    before = load_head(old, tables(target))
+    assert torch.equal(head.fc.weight, before.fc.weight)
+    inside_W = torch.isin(head.draft_ids_W, before.draft_ids_W)
+    rows_W = torch.isin(before.draft_ids_W, head.draft_ids_W)
+    assert inside_W.sum() > 20
+    kept = torch.equal(head.lm_head.weight[inside_W], before.lm_head.weight[rows_W])
+    assert kept is not is_other
 
 
 def test_ids_past_the_targets_tokenizer_are_refused(

@@ -123,10 +123,17 @@ def test_experts_count_by_the_share_that_a_token_passes(target: Target) -> None:
     whole = work.block_parameters(target)
     blocks = torch.nn.ModuleList(target.blocks)
     blocks[0].experts = torch.nn.ParameterList([torch.zeros(10, 10) for _ in range(8)])
-    config = type(target.config)(**target.config.to_dict())
-    config.num_local_experts, config.num_experts_per_tok = 8, 2
-    mixed = dataclasses.replace(target, blocks=blocks, config=config)
-    assert work.block_parameters(mixed) == whole + 200
+    for names in (
+        ("num_local_experts", "num_experts_per_tok"),
+        ("n_routed_experts", "num_experts_per_tok"),  # DeepSeek
+        ("moe_num_experts", "moe_k"),  # Ernie
+        ("num_experts", "top_k_experts"),  # Gemma
+    ):
+        config = type(target.config)(**target.config.to_dict())
+        for name, value in zip(names, (8, 2), strict=True):
+            setattr(config, name, value)
+        mixed = dataclasses.replace(target, blocks=blocks, config=config)
+        assert work.block_parameters(mixed) == whole + 200, names
 
 
 def test_the_optimisers_work_is_counted(target: Target, rows_file: Path) -> None:
@@ -181,6 +188,10 @@ def test_a_gpu_is_an_estimate_from_its_data_sheet() -> None:
         (json.dumps({**MACHINE, "wheels": 4}), "unknown keys wheels"),
         (json.dumps({**MACHINE, "write": 0}), "write is 0; allowed: above 0"),
         (json.dumps({**MACHINE, "step": {"fp32": -1.0}}), "allowed: above 0"),
+        (json.dumps({**MACHINE, "start": -5}), "start is -5; allowed: at least 0"),
+        (json.dumps({**MACHINE, "start": float("nan")}), "start is nan"),
+        (json.dumps({**MACHINE, "memory": 0}), "memory is 0; allowed: above 0"),
+        (json.dumps({**MACHINE, "memory": "64GB"}), "not a file that outrider plan"),
     ],
 )
 def test_other_files_are_refused(content: str, said: str, tmp_path: Path) -> None:
