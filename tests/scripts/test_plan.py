@@ -12,8 +12,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.data.outline import outline
 from outrider.scripts import plan_bench
 from outrider.scripts.cli import main as outrider
 from outrider.scripts.plan_command import PlanSettings, invented, main
@@ -297,6 +298,44 @@ def test_a_folder_without_a_config_is_refused(
     with pytest.raises(SystemExit):
         outrider(["plan", "eagle", "--target", str(tmp_path), "--rows", "5", "--mean-length", "9"])
     assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", {"hidden_size": "32"}, {"num_attention_heads": 5}, {"vocab_size": None},
+        {"vocab_size": -5}, {"model_type": "nonsense"}, {"model_type": "t5"},
+        {"rope_parameters": {"rope_type": "none of them"}},
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_read_is_refused_in_a_line(
+    content: str | dict[str, Any], bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = bare / "config.json"
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text("utf-8")) | content)
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        outrider(["plan", "eagle", "--target", str(bare), "--rows", "5", "--mean-length", "9"])
+    assert ended.value.code == 2
+    (said,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error"))
+    assert "has no config.json of a causal language model" in said
+    assert len(said) < 700
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text"])
+def test_a_target_that_scales_its_embedding_is_planned(
+    kind: str, tmp_path: Path, box: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its scale is a buffer, which holds nothing in a model without weights."""
+    config = CONFIG_MAPPING[kind](
+        vocab_size=96, hidden_size=36, intermediate_size=48, num_hidden_layers=8, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert outline(str(tmp_path), dtype=torch.float32, reads_rows=False).embed_scale == 6
+    words = ["eagle", "--target", str(tmp_path), "--rows", "9", "--mean-length", "20", *FLAGS]
+    assert planned(capsys, *words, "--machine", box)["seconds"]["features"] > 0
 
 
 def test_a_machine_that_is_too_small_is_told(
