@@ -18,7 +18,7 @@ from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Captured, Target
-from outrider.eval.drafters import Draft, Drafter
+from outrider.eval.drafters import Draft, Drafter, KeepsTexts, ReadsCache
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.metrics import Lossy, LossyRound, Round
 from outrider.eval.noise import KeyedNoise
@@ -201,6 +201,8 @@ class _Run:
         laws = _NodeLaws(self, tree, logits_1V, None)
         verdict = self._judge(tree, laws, self._noise())
         self._emit([verdict.token], 0)
+        if isinstance(self._drafter, ReadsCache):
+            self._drafter.share(self._cache)
         self._drafter.start(self._ids, captured)
         self.seconds.prefill = time.perf_counter() - start
 
@@ -216,6 +218,8 @@ class _Run:
         laws = _NodeLaws(self, draft.tree, logits_NV, draft)
         verdict = self._judge(draft.tree, laws, noise)
         self.num_degenerate += verdict.num_degenerate
+        if draft.watch is not None:
+            draft.watch(logits_NV)
         kept = (0, *verdict.path)
         self._keep(kept)
         tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
@@ -224,6 +228,8 @@ class _Run:
         self.rounds.append(Round(len(draft.tree) - 1, len(verdict.path), emitted, is_used_up))
         if not self.finish:
             self._drafter.accept(tokens, _rows(captured, kept))
+        elif isinstance(self._drafter, KeepsTexts):
+            self._drafter.end(tokens[:emitted])
         times.append(time.perf_counter())
         self.seconds.draft += times[1] - times[0]
         self.seconds.verify += times[2] - times[1]

@@ -1,14 +1,15 @@
 """Drafters behind one small protocol: what the decode loop asks of anything that guesses ahead.
 
-Dimensions: T positions, F fused feature channels, H hidden size, V vocabulary.
+Dimensions: T positions, F fused feature channels, H hidden size, V vocabulary, N tree nodes.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from outrider.data.cache import RowCache
 from outrider.data.target import Captured
 from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.tree import Tree
@@ -23,6 +24,8 @@ class Draft:
 
     tree: Tree
     law: Callable[[int], Tensor | None] | None = None
+    watch: Callable[[Tensor], None] | None = None
+    """Called with the target's logits [N, V] after every node, before `Drafter.accept`."""
 
 
 class Noise(Protocol):
@@ -59,4 +62,25 @@ class Drafter(Protocol):
 
     def accept(self, ids: Sequence[int], captured: Captured) -> None:
         """Go on by these tokens; states at the old root and at all of them but the newest."""
+        ...
+
+
+@runtime_checkable
+class ReadsCache(Protocol):
+    """A drafter that reads the target's keys and values of the text."""
+
+    def share(self, cache: RowCache) -> None:
+        """Take the cache of the row that starts next, in row 0.
+
+        Between rounds it holds all positions but the newest token's; it belongs to the loop.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """A drafter that learns from finished texts: `accept` does not tell their last tokens."""
+
+    def end(self, ids: Sequence[int]) -> None:
+        """The row has ended with these tokens."""
         ...
