@@ -132,6 +132,30 @@ class RowCache(Cache):
             self.values[layer][row, :, :length] = values[other_row, :, :length]
         self._set_length(row, length)
 
+    def copy_slots(
+        self,
+        row: int,
+        slots: Sequence[int],
+        other: "RowCache",
+        other_row: int,
+        places: Sequence[int],
+    ) -> None:
+        """Put another cache's `places` of a row into `slots` of `row`, which grows to hold them.
+
+        Raises ValueError for slots that would leave a gap behind the row.
+        """
+        end = max(int(self.lengths_B[row]), 1 + max(slots, default=-1))
+        if len({*range(int(self.lengths_B[row])), *slots}) < end:
+            raise ValueError(
+                f"slots are {list(slots)} for a row of {int(self.lengths_B[row])}; fill the slots "
+                "after the row without a gap"
+            )
+        for layer, (keys, values) in enumerate(zip(other.keys, other.values, strict=True)):
+            self._reserve(layer, keys, values, end)
+            self.keys[layer][row][:, slots] = keys[other_row][:, places]
+            self.values[layer][row][:, slots] = values[other_row][:, places]
+        self._set_length(row, end)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, in this order."""
         chosen = torch.as_tensor(rows, dtype=torch.long, device=self.lengths_B.device)

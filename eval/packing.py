@@ -7,12 +7,13 @@ from torch import Tensor
 
 from outrider.data.packed_linears import packed_weights, weights_of
 from outrider.data.target import Target
+from outrider.eval.drafters.by_plan import Network
 from outrider.eval.drafters.model import DraftModel
-from outrider.heads import DraftHead
+from outrider.eval.drafters.universal import TextModel
 
 
 @contextmanager
-def packed(target: Target, *drafters: DraftHead | DraftModel | None) -> Generator[bool]:
+def packed(target: Target, *drafters: Network | None) -> Generator[bool]:
     """Within, both multiply by weights packed for the CPU; see `outrider.data.packed_linears`.
 
     Yields whether any can be packed: on other devices nothing changes. Contexts may be nested; the
@@ -20,9 +21,9 @@ def packed(target: Target, *drafters: DraftHead | DraftModel | None) -> Generato
     """
     weights: list[Tensor] = weights_of(target)
     for drafter in drafters:
-        if isinstance(drafter, DraftModel):
+        if isinstance(drafter, DraftModel | TextModel):
             weights += weights_of(drafter.model)
-        elif drafter is not None:
+        elif drafter is not None and not isinstance(drafter, Target):
             weights += drafter.matrices()
     with packed_weights(weights) as can:
         yield can

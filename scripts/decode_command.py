@@ -16,8 +16,8 @@ from outrider.data.target import Target
 from outrider.eval.decode import Decoded, Decoding, OnTokens, decode, pick_rule
 from outrider.eval.divergence import Context, Divergence, find_divergence
 from outrider.eval.drafters import Drafter
-from outrider.eval.drafters.by_plan import drafter_by
-from outrider.eval.drafters.model import DraftModel, draft_model
+from outrider.eval.drafters.by_plan import Network, drafter_by, network_for
+from outrider.eval.drafters.oracle import OracleDrafter, check_oracle_rule
 from outrider.eval.drafters.policed import PolicyDrafter
 from outrider.eval.drafters.replay import Plain
 from outrider.eval.link import check_mode, head_options, judged_head
@@ -26,7 +26,14 @@ from outrider.eval.names import Run, names_table, reconcile
 from outrider.eval.packing import packed
 from outrider.eval.policies.named import policy_named
 from outrider.eval.rules import rule_named
-from outrider.eval.trees.plans import ChainPlan, LookupPlan, SuffixPlan, is_drawn, plan_named
+from outrider.eval.trees.loop_plans import (
+    HybridPlan,
+    OraclePlan,
+    WindowPlan,
+    draft_named,
+    draws,
+)
+from outrider.eval.trees.plans import ChainPlan, HeadPlan, LookupPlan, SuffixPlan
 from outrider.heads import DraftHead
 
 _GREEN, _RESET = "\033[32m", "\033[0m"
@@ -44,7 +51,8 @@ class Settings:
 
     model: str | None = None
     """Instead of a head: a draft model with the target's tokenizer, a folder, a Hub id, or layers:N
-    for the target's own first N layers. It drafts chains."""
+    for the target's own first N layers. It drafts chains; with --draft universal:LENGTH its
+    tokenizer may be another one."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """What the user says; repeat for several conversations."""
@@ -57,7 +65,11 @@ class Settings:
 
     draft: str = "chain:3"
     """Draft plan: chain:LENGTH, tree:DEPTH,WIDTH,NODES, drawn:DEPTH,WIDTH,NODES, static:FILE, or
-    lookup:LENGTH,NGRAM or suffix:LENGTH,MATCH, which need no head."""
+    hybrid:lookup:LENGTH+chain:LENGTH and the like. Without a head: lookup:LENGTH,NGRAM,
+    suffix:LENGTH,MATCH, or suffix:LENGTH,MATCH,PAST to count the last PAST tokens of the answers
+    before as well, lookahead:WINDOW,NGRAM,POOL, window:LENGTH,WINDOW,SINKS (the target drafts with
+    the first and last positions alone), universal:LENGTH with a model of any tokenizer, and for
+    ceilings oracle:LENGTH or synthetic:LENGTH,ALPHA."""
 
     policy: str | None = None
     """How long every chain is, in place of draft: see outrider policies."""
@@ -92,13 +104,14 @@ class Settings:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
         if self.names and not isinstance(
-            plan_named(self.draft), ChainPlan | LookupPlan | SuffixPlan
+            draft_named(self.draft), ChainPlan | LookupPlan | SuffixPlan
         ):
             raise ValueError(
                 f"names of other tools are for one chain a round, and draft is {self.draft!r}; "
                 "give a chain or a lookup, or leave --names out"
             )
-        plan_named(self.draft)
+        if isinstance(draft_named(self.draft), OraclePlan):
+            check_oracle_rule(self.draft, self.decoding.rule)
         if self.policy is not None:
             policy_named(self.policy)
             if self.head is None:
@@ -155,16 +168,19 @@ def decode_all(
     found: list[Divergence] = []
     for prompt in prompts:
         print(f"--- {prompt.name} ({len(prompt.ids)} tokens)")
+        plain = None
+        if isinstance(drafter, OracleDrafter):
+            plain = decode(target, prompt.ids, None, decoding, row=prompt.row)
+            drafter.learn(prompt.ids, plain.ids)
         drafted = decode(
             target,
             prompt.ids,
             drafter,
             decoding,
             row=prompt.row,
-            on_tokens=printer(target, settings, is_terminal=sys.stdout.isatty()),
+            on_tokens=printer(target, is_terminal=sys.stdout.isatty()),
         )
-        plain = None
-        if drafter is not None and not settings.skip_plain:
+        if plain is None and drafter is not None and not settings.skip_plain:
             plain = decode(target, prompt.ids, None, decoding, row=prompt.row)
         pairs.append(Pair(drafted, plain))
         print(f"\n    {figures(pairs[-1:], keeps_text=keeps_text)}")
@@ -188,34 +204,30 @@ def divergence(target: Target, prompt: Prompt, decoding: Decoding, pair: Pair) -
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
-def load_drafting(settings: Settings, target: Target) -> DraftHead | DraftModel | None:
-    """The head or the draft model that is named; None for drafts of the text alone, or for none."""
-    if settings.policy is None and isinstance(plan_named(settings.draft), LookupPlan | SuffixPlan):
-        return None
-    if settings.model is not None:
-        return draft_model(settings.model, target)
-    if settings.head is not None:
-        return judged_head(settings.head, target, dtype=getattr(torch, settings.dtype))
-    return None
+def load_drafting(settings: Settings, target: Target) -> Network | None:
+    """What drafts beside the target; None for drafts of the text alone, or for none."""
+    plan = ChainPlan(1) if settings.policy is not None else draft_named(settings.draft)
+    head = None
+    if settings.head is not None and isinstance(plan, HeadPlan | HybridPlan):
+        head = judged_head(settings.head, target, dtype=getattr(torch, settings.dtype))
+    return network_for(plan, target, head, settings.model)
 
 
-def make_drafter(settings: Settings, head: DraftHead | DraftModel | None) -> Drafter | None:
-    """The head as a drafter; its drafts are drawn where the rule asks for that."""
-    plan, decoding = plan_named(settings.draft), settings.decoding
+def make_drafter(settings: Settings, network: Network | None) -> Drafter | None:
+    """The plan's drafter; its drafts are drawn where the rule asks for that."""
+    plan, decoding = draft_named(settings.draft), settings.decoding
     policy = None if settings.policy is None else policy_named(settings.policy)
     if policy is not None:
         plan = ChainPlan(policy.most)
-    if isinstance(plan, LookupPlan | SuffixPlan):
-        return drafter_by(plan, None)
-    if head is None:
+    if network is None and isinstance(plan, HeadPlan):
         return None
-    draws = is_drawn(plan) and not decoding.sampling.is_greedy
-    if decoding.rule is not None and isinstance(plan, ChainPlan):
-        draws = rule_named(decoding.rule).draws_drafts
-    temperature = decoding.sampling.temperature if draws else 0.0
-    if policy is not None and isinstance(head, DraftHead):
-        return PolicyDrafter(head, policy, temperature=temperature)
-    return drafter_by(plan, head, temperature=temperature)
+    is_drawn = draws(plan) and not decoding.sampling.is_greedy
+    if decoding.rule is not None and isinstance(plan, ChainPlan | WindowPlan):
+        is_drawn = rule_named(decoding.rule).draws_drafts
+    temperature = decoding.sampling.temperature if is_drawn else 0.0
+    if policy is not None and isinstance(network, DraftHead):
+        return PolicyDrafter(network, policy, temperature=temperature)
+    return drafter_by(plan, network, temperature=temperature)
 
 
 def read_prompts(settings: Settings, target: Target) -> list[Prompt]:
@@ -270,12 +282,8 @@ def _options(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def _has_drafter(settings: Settings) -> bool:
-    return settings.head is not None or settings.model is not None
-
-
-def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnTokens:
-    """Prints text as it comes; on a terminal with a head, accepted drafts are green."""
+def printer(target: Target, *, is_terminal: bool) -> OnTokens:
+    """Prints text as it comes; on a terminal, accepted drafts are green."""
     tokenizer = target.tokenizer
     assert tokenizer is not None, "a target loaded from a folder has one"
     ids: list[int] = []
@@ -288,7 +296,7 @@ def printer(target: Target, settings: Settings, *, is_terminal: bool) -> OnToken
             # Half a character decodes to a replacement sign: wait for its other half.
             text = str(tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
             piece, shown = text[len(shown) :], text
-            is_green = accepted and is_terminal and _has_drafter(settings)
+            is_green = accepted and is_terminal
             print(f"{_GREEN}{piece}{_RESET}" if is_green else piece, end="", flush=True)
 
     return show

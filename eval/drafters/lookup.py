@@ -22,6 +22,8 @@ class PromptLookup:
 
     def __init__(self, plan: LookupPlan) -> None:
         self._plan = plan
+        self.matched = 0
+        """Tokens of the suffix that the last draft followed; 0 where there was none."""
 
     def start(self, ids: Sequence[int], captured: Captured | None) -> None:  # noqa: ARG002
         """Index the prompt's n-grams."""
@@ -34,9 +36,11 @@ class PromptLookup:
     def propose(self, max_depth: int, noise: Noise | None) -> Draft:  # noqa: ARG002
         """At most the plan's length of tokens; none where no suffix was seen before."""
         ids = self._ids
+        self.matched = 0
         for size in range(min(self._plan.ngram, len(ids) - 1), 0, -1):
             place = self._before.get(tuple(ids[-size:]))
             if place is not None:
+                self.matched = size
                 stop = place + min(self._plan.length, max_depth)
                 return Draft(chain(ids[-1], ids[place:stop]))
         return Draft(chain(ids[-1], []))

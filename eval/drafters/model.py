@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
-from outrider.data.sampling import GREEDY_BELOW, draw
+from outrider.data.sampling import GREEDY_BELOW
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Noise
+from outrider.eval.drafters.chains import draft_chain
 from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.plans import ChainPlan
-from outrider.eval.trees.tree import chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,21 +116,17 @@ class ModelDrafter:
         """Draft at most `max_depth` tokens ahead of the root, within the model's positions."""
         known = len(self._ids)
         depth = min(self._plan.depth, max_depth, self._draft.limit - known + 1)
-        tokens: list[int] = []
-        laws: list[Tensor] = []
-        for step in range(depth):
-            logits_W = self._step([*self._ids, *tokens])
-            if self._temperature:
-                laws.append((logits_W / self._temperature).softmax(-1))
-                tokens.append(draw(laws[-1], noise.draft(step)))
-            else:
-                tokens.append(int(logits_W.argmax()))
+        draft = draft_chain(
+            self._ids[-1],
+            depth,
+            lambda tokens: self._step([*self._ids, *tokens]),
+            temperature=self._temperature,
+            noise=noise,
+            scatter=self._scatter,
+        )
         # Keys of drafts go, whether they will stand or not, and the root's: it runs again.
         self._cache.truncate([min(known - 1, self._cache.get_seq_length())])
-        tree = chain(self._ids[-1], tokens)
-        if not self._temperature:
-            return Draft(tree)
-        return Draft(tree, lambda node: self._scatter(laws[node - 1]))
+        return draft
 
     def _step(self, ids: Sequence[int]) -> Tensor:
         """Run what the cache lacks of these tokens; logits [W] after the newest."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from outrider.eval.trees.plans import (
     ChainPlan,
+    DrawnPlan,
     LookupPlan,
     Plan,
     StaticPlan,
@@ -136,9 +137,9 @@ class OraclePlan:
         return self.alphas[min(depth, len(self.alphas)) - 1] if self.alphas else 1.0
 
 
-LoopPlan: TypeAlias = (
-    HybridPlan | WindowPlan | UniversalPlan | LookaheadPlan | PastPlan | OraclePlan
-)
+TextLoopPlan: TypeAlias = LookaheadPlan | PastPlan | OraclePlan
+"""Without any network beside the target."""
+LoopPlan: TypeAlias = HybridPlan | WindowPlan | UniversalPlan | TextLoopPlan
 
 
 def draft_named(text: str) -> Plan | LoopPlan:
@@ -159,16 +160,21 @@ def draft_named(text: str) -> Plan | LoopPlan:
         raise ValueError(f"{error}; or, where text is decoded, {LOOP_FORMS}") from error
 
 
+def draws(plan: Plan | LoopPlan) -> bool:
+    """Whether a plan's tokens are drawn when the text is sampled."""
+    return isinstance(plan, ChainPlan | DrawnPlan | WindowPlan)
+
+
 def _hybrid(rest: str, text: str) -> HybridPlan:
     first, plus, second = rest.partition("+")
     if not plus:
         raise _misspelt(text)
-    plans = plan_named(first), plan_named(second)
-    if not isinstance(plans[0], LookupPlan | SuffixPlan):
+    copy, model = plan_named(first), plan_named(second)
+    if not isinstance(copy, LookupPlan | SuffixPlan):
         raise ValueError(f"draft is {text!r}; before the + goes lookup:... or suffix:...")
-    if not isinstance(plans[1], ChainPlan | TreePlan | StaticPlan):
+    if not isinstance(model, ChainPlan | TreePlan | StaticPlan):
         raise ValueError(f"draft is {text!r}; after the + goes chain:..., tree:... or static:...")
-    return HybridPlan(*plans)
+    return HybridPlan(copy, model)
 
 
 def _window(rest: str, text: str) -> WindowPlan:
@@ -184,7 +190,7 @@ def _lookahead(rest: str, text: str) -> LookaheadPlan:
 
 
 def _oracle(rest: str, text: str) -> OraclePlan:
-    return OraclePlan(*_numbers(rest, text, (1,)))
+    return OraclePlan(_numbers(rest, text, (1,))[0])
 
 
 def _synthetic(rest: str, text: str) -> OraclePlan:
@@ -195,7 +201,7 @@ def _synthetic(rest: str, text: str) -> OraclePlan:
         found = ()
     if not found:
         raise _misspelt(text)
-    return OraclePlan(*_numbers(length, text, (1,)), found)
+    return OraclePlan(_numbers(length, text, (1,))[0], found)
 
 
 _READERS: Mapping[str, Callable[[str, str], LoopPlan]] = {

@@ -147,8 +147,7 @@ def test_a_text_that_must_not_differ_fails_the_command(files, capsys, monkeypatc
 
 def test_accepted_drafts_are_green_on_a_terminal(files, capsys):
     target = Target.load(str(files / "target"))
-    settings = decode_command.Settings(target="", head="some", prompt=("w5",))
-    show = decode_command.printer(target, settings, is_terminal=True)
+    show = decode_command.printer(target, is_terminal=True)
     show([5, 6], [False, True])
     assert capsys.readouterr().out == "w5\033[32m w6\033[0m"
 

@@ -15,7 +15,8 @@ from outrider.data.target import Target
 from outrider.eval.decode import Decoding, decode
 from outrider.eval.drafters.by_plan import drafter_by
 from outrider.eval.drafters.model import DraftModel, as_draft_model, draft_model
-from outrider.eval.drafters.suffix import LEAST_CHANCE, SuffixDrafter
+from outrider.eval.drafters.past import LEAST_CHANCE
+from outrider.eval.drafters.suffix import SuffixDrafter
 from outrider.eval.metrics import count
 from outrider.eval.noise import KeyedNoise
 from outrider.eval.offline.chain import score_chain
