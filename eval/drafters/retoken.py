@@ -69,8 +69,7 @@ class IdsOf:
         ids, firsts = self._encoded(text, self._firsts[kept])
         old = {pair: place for place, pair in enumerate(zip(self._firsts, self._ids, strict=True))}
         for place, pair in enumerate(zip(firsts, ids, strict=True)):
-            # A tokenizer may mark the start of what it is given, so the first id proves nothing.
-            if place and pair in old:
+            if pair in old:
                 cut = old[pair]
                 return self._ids[:cut] + ids[place:], self._firsts[:cut] + firsts[place:]
         return None
