@@ -201,3 +201,46 @@ def test_a_draft_model_drafts_chains(files, capsys, temperature):
             run(files, capsys, "--prompt", "w5 w6", *more)
         assert stopped.value.code == 2
         assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "hybrid:lookup:4+chain:3",
+        "window:3,8",
+        "universal:3",
+        "lookahead:3,3,3",
+        "suffix:4,4,100",
+        "oracle:3",
+        "synthetic:3,0.5",
+    ],
+)
+def test_every_draft_of_the_loop_is_compared_with_plain_decoding(files, capsys, draft, temperature):
+    more = {"hybrid": ["--head", "head"], "universal": ["--model", "target"]}
+    more = more.get(draft.partition(":")[0], [])
+    more = [str(files / one) if one in ("head", "target") else one for one in more]
+    rule = ["--rule", "match"] if temperature == "1" else []
+    asked = ["--prompt", "w5 w6", "--prompt", "w9", "--temperature", temperature, *rule, *more]
+    out = run(files, capsys, *asked, "--draft", draft)
+    assert "same text in 2 of 2" in out
+    assert "=== 2 prompts: 24 tokens" in out
+    if draft == "oracle:3":
+        # Three drafts and one more a call: of 12 tokens the first is the prefill's.
+        assert "24 tokens, 6 target calls, 3.67 a call" in out
+        assert "same text in 2 of 2" in run(files, capsys, *asked, "--draft", draft, "--skip-plain")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--draft", "hybrid:lookup:4+chain:3"], "needs a head and head is None; give --head"),
+        (["--draft", "universal:3"], "it needs a draft model: give --model"),
+        (["--draft", "oracle:3", "--temperature", "1", "--rule", "one_coin"], "above .* by match"),
+    ],
+)
+def test_drafts_of_the_loop_without_what_they_need(files, capsys, more, message):
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        run(files, capsys, "--prompt", "w5", *more)
+    said = str(caught.value) + capsys.readouterr().err
+    assert re.search(message, said)
