@@ -12,9 +12,10 @@ import tyro
 
 from outrider.data.files import write_whole
 from outrider.eval.production.drift import Prediction, Verdict, judge
-from outrider.eval.production.engine_log import Window, read_windows
+from outrider.eval.production.engine_log import read_windows
+from outrider.eval.production.window import Window
 from outrider.eval.report.lines import aligned
-from outrider.eval.report.provenance import provenance
+from outrider.eval.report.provenance import plain, provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.out is not None:
         record: dict[str, Any] = {"schema_version": 1, "provenance": provenance()}
         record |= {"level": settings.level, "windows": [asdict(one) for one in verdicts]}
-        write_whole(settings.out, json.dumps(record, indent=1) + "\n")
+        write_whole(settings.out, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
         print(settings.out)
     if any(one.is_drift for one in verdicts):
         raise SystemExit(1)
@@ -91,6 +92,11 @@ def hold(settings: LogSettings, results: Sequence[Mapping[str, Any]]) -> list[Ve
     """Hold every window of the logs against the results of an evaluation, and print the table."""
     sources = [(Path(one).name or one, read_source(one)) for one in settings.log]
     windows = read_windows(sources, log_interval=settings.log_interval)
+    if not windows:
+        raise ValueError(
+            f"{', '.join(name for name, _ in sources)} has no calls that judged a draft yet; read "
+            "the engine's figures again once it has served with the head"
+        )
     windows += totals(windows)
     kinds = dict(text.rsplit("=", 1) for text in settings.kind)
     if strange := set(kinds) - {window.route for window in windows}:
@@ -109,8 +115,12 @@ def hold(settings: LogSettings, results: Sequence[Mapping[str, Any]]) -> list[Ve
             f"predicted {worst.predicted:.3f} ({one.prediction.label}), p = {one.p_holm:.2g} over "
             "all windows"
         )
-    if not drifted:
-        print(f"no drift at level {settings.level:g} over all windows")
+    untested = sum(not one.compared for one in verdicts)
+    if untested == len(verdicts):
+        print("nothing was tested: no window has counts")
+    elif not drifted:
+        rest = f"; {untested} without counts were not tested" if untested else ""
+        print(f"no drift at level {settings.level:g} over all windows{rest}")
     for note in sorted({note for one in windows for note in one.notes}):
         print(f"note: {note}")
     return verdicts
@@ -126,16 +136,23 @@ def read_source(place: str) -> str:
 
 
 def totals(windows: Sequence[Window]) -> list[Window]:
-    """Every route that has several windows with counts, over all of them."""
+    """Every route that has several windows with counts, over all of them.
+
+    Windows of unlike positions, the length changed in between, add up to no chain's figures.
+    """
     routes: dict[str, list[Window]] = {}
     for window in windows:
         if window.rounds:
             routes.setdefault(window.route, []).append(window)
-    return [_total(several) for several in routes.values() if len(several) > 1]
+    return [
+        _total(several)
+        for several in routes.values()
+        if len(several) > 1 and len({len(one.accepted_at) for one in several}) == 1
+    ]
 
 
 def _total(several: Sequence[Window]) -> Window:
-    depth = min(len(one.accepted_at) for one in several)
+    depth = len(several[0].accepted_at)
     told = [one.requests for one in several if one.requests is not None]
     return replace(
         several[0],
@@ -144,6 +161,7 @@ def _total(several: Sequence[Window]) -> Window:
         accepted=sum(one.accepted for one in several),
         accepted_at=tuple(sum(one.accepted_at[i] for one in several) for i in range(depth)),
         requests=sum(told) if len(told) == len(several) else None,
+        has_one_length=all(one.has_one_length for one in several),
     )
 
 

@@ -17,7 +17,7 @@ from outrider.eval.policies.figures import Costs, compare, play, policy_figures,
 from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
 from outrider.eval.policies.policy import Policy
-from outrider.eval.report.provenance import file_hashes, provenance
+from outrider.eval.report.provenance import file_hashes, plain, provenance
 from outrider.heads import DraftHead
 from outrider.scripts.eval_command import load_heads, open_traces
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "costs": {"c": costs.c, "verify": [list(pair) for pair in costs.verify]},
         }
         record = {"schema_version": 1, "provenance": {**provenance(), **notes}, "policies": parts}
-        write_whole(settings.out, json.dumps(record, indent=1) + "\n")
+        write_whole(settings.out, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
         print(settings.out)
 
 

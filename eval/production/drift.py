@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from outrider.eval.production.engine_log import Window
+from outrider.eval.production.window import Window
 
 
 class Rate(NamedTuple):
@@ -66,6 +66,8 @@ class Prediction:
             )
         if spread["prompts"] < 2:
             raise ValueError(f"the prediction {label} is of one prompt; a test needs 2 or more")
+        if not result["rounds"] > 0:
+            raise ValueError(f"the prediction {label} has no target call; score longer answers")
         is_greedy = result["rule"] == "greedy"
         rounds, depths = result["rounds"], spread["depths"]
         ends = _ends(rounds, spread)
@@ -212,14 +214,17 @@ def _verdict(window: Window, prediction: Prediction) -> Verdict:
         requests = window.requests or max(1.0, window.rounds / per_prompt)
         df = prediction.prompts - 1
         judged = [window.rounds, *window.accepted_at]
-        for i, (trials, accepted) in enumerate(zip(judged, window.accepted_at, strict=False)):
+        # Of unlike drafts only the first is sure to be judged in every round.
+        told = window.accepted_at if window.has_one_length else window.accepted_at[:1]
+        for i, (trials, accepted) in enumerate(zip(judged, told, strict=False)):
             if trials > 0 and i < len(prediction.depths):
                 rate = prediction.depths[i]
                 p = _p_value(accepted / trials, trials, requests, rate, df)
                 compared.append(Compared(f"position {i + 1}", accepted / trials, rate.value, p))
         mean = window.accepted / window.rounds
-        p = _p_value(mean, window.rounds, requests, prediction.length, df)
-        compared.append(Compared("length", 1 + mean, 1 + prediction.length.value, p))
+        if window.has_one_length:
+            p = _p_value(mean, window.rounds, requests, prediction.length, df)
+            compared.append(Compared("length", 1 + mean, 1 + prediction.length.value, p))
     smallest = min((one.p for one in compared), default=1.0)
     return Verdict(
         window=window,

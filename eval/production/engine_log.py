@@ -2,46 +2,21 @@
 
 vLLM (0.32.0, `v1/spec_decode/metrics.py`) counts drafts, draft tokens and accepted tokens, in all
 and per position, since its start, and logs a line with the figures since the last. It counts what
-was accepted past the end of an answer. SGLang's metrics are averages without counts, so they can be
-shown and not tested; its log lines are averages over `decode_log_interval` steps; the `meta_info`
-of its answers has a request's histogram of accepted drafts, cut at the end of the answer, the
-round's own token always taken off (`spec_correct_drafts_histogram`, older
-`spec_accept_histogram`).
+was accepted past the end of an answer. Where its drafts are of unlike lengths (a schedule by batch
+size) how many were judged behind the first position is not told. SGLang's metrics are averages
+without counts, so they can be shown and not tested; its log lines are averages over
+`decode_log_interval` steps; the `meta_info` of its answers has a request's histogram of accepted
+drafts, cut at the end of the answer, the round's own token always taken off
+(`spec_correct_drafts_histogram`, older `spec_accept_histogram`).
 """
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Counts of one route over some time."""
-
-    engine: Literal["vllm", "sglang"]
-    route: str
-    """What served it: the engine's labels, or the file."""
-    when: str
-    rounds: float
-    """Target calls that judged a draft; 0 where the source has averages only."""
-    accepted: float
-    """Accepted drafts."""
-    accepted_at: tuple[float, ...] = ()
-    """Rounds that accepted at least 1, 2, ... drafts; empty where not told."""
-    requests: float | None = None
-    """Answers that ended; None where not told."""
-    length: float | None = None
-    """Mean accepted length with the bonus, where that is all there is."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def mean_length(self) -> float:
-        """1 + accepted / rounds."""
-        if self.length is not None:
-            return self.length
-        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
+from outrider.eval.production.window import Window
 
 
 def read_windows(sources: Sequence[tuple[str, str]], *, log_interval: int = 40) -> list[Window]:
@@ -83,6 +58,8 @@ _METRIC = re.compile(r"^(?:vllm:spec_decode_num_|sglang:spec_accept_)", re.MULTI
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OWN = ("position", "finished_reason", "le")
+_CUT_SHARE = 0.02
+_UNLIKE = "drafts of unlike lengths: only the first position is tested"
 
 
 @dataclass
@@ -90,17 +67,27 @@ class _Counters:
     """Counters of one route in one scrape."""
 
     drafts: float = 0.0
+    tokens: float | None = None
     accepted: float = 0.0
     at: dict[int, float] = field(default_factory=dict)
     requests: float | None = None
 
     def less(self, before: "_Counters") -> "_Counters":
         """What was counted since; all of it when the engine started anew in between."""
-        if self.drafts < before.drafts:
+        fell = self.drafts < before.drafts or self.accepted < before.accepted
+        if fell or any(self.at.get(i, 0.0) < value for i, value in before.at.items()):
             return self
         requests = None if self.requests is None else self.requests - (before.requests or 0.0)
+        tokens = None if self.tokens is None else self.tokens - (before.tokens or 0.0)
         at = {i: value - before.at.get(i, 0.0) for i, value in self.at.items()}
-        return _Counters(self.drafts - before.drafts, self.accepted - before.accepted, at, requests)
+        drafts, accepted = self.drafts - before.drafts, self.accepted - before.accepted
+        return _Counters(drafts, tokens, accepted, at, requests)
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether drafts are as long as there are positions; ends of answers may cut a few."""
+        whole = self.drafts * len(self.at)
+        return self.tokens is None or self.tokens >= (1 - _CUT_SHARE) * whole
 
 
 def _from_scrapes(scrapes: Sequence[tuple[str, str]]) -> Iterator[Window]:
@@ -119,6 +106,8 @@ def _from_scrapes(scrapes: Sequence[tuple[str, str]]) -> Iterator[Window]:
                     accepted=new.accepted,
                     accepted_at=tuple(new.at[i] for i in sorted(new.at)),
                     requests=new.requests,
+                    has_one_length=new.has_one_length,
+                    notes=() if new.has_one_length else (_UNLIKE,),
                 )
 
 
@@ -143,18 +132,30 @@ def _counters(text: str) -> dict[str, _Counters]:
         one = routes.setdefault(_route(labels), _Counters())
         if name == "vllm:spec_decode_num_drafts":
             one.drafts += value
+        elif name == "vllm:spec_decode_num_draft_tokens":
+            one.tokens = (one.tokens or 0.0) + value
         elif name == "vllm:spec_decode_num_accepted_tokens":
             one.accepted += value
         elif name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            place = int(labels["position"])
+            place = _position(labels, full)
             one.at[place] = one.at.get(place, 0.0) + value
         else:
             one.requests = (one.requests or 0.0) + value
     return {route: one for route, one in routes.items() if one.drafts or one.at}
 
 
+def _position(labels: Mapping[str, str], metric: str) -> int:
+    told = labels.get("position", "")
+    if not told.isdecimal():
+        raise ValueError(
+            f"{metric} has the labels {dict(labels)}; give metrics text whose position is a number"
+        )
+    return int(told)
+
+
 _READ = (
     "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos",
     "vllm:request_success",
@@ -178,7 +179,9 @@ def _sglang_gauges(name: str, text: str) -> Iterator[Window]:
 # Log lines
 
 _VLLM_LINE = re.compile(r"^(.*?)SpecDecoding metrics: (.*)$", re.MULTILINE)
-_SGLANG_LINE = re.compile(r"^(.*?)Decode batch.*?#running-req: (\d+).*?accept len: ([\d.]+)", re.M)
+_SGLANG_LINE = re.compile(
+    r"^(.*?)Decode batch.*?#running-req: (\d+).*?accept len: (\d+(?:\.\d+)?)", re.M
+)
 _TIME = re.compile(r"(?:\d{4}-)?\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}|\d{2}:\d{2}:\d{2}")
 
 
@@ -192,7 +195,7 @@ def _vllm_lines(name: str, text: str) -> Iterator[Window]:
         accepted, drafted = (
             re.search(rf"(?<!\w){key}: (\d+) tokens", said) for key in ("Accepted", "Drafted")
         )
-        mean = re.search(r"Mean acceptance length: ([\d.]+)", said)
+        mean = re.search(r"Mean acceptance length: (\d+(?:\.\d+)?)", said)
         rates = re.search(r"Per-position acceptance rate: ((?:[\d.]+(?:, )?)+)", said)
         if not (accepted and drafted and mean and rates):
             continue
@@ -200,10 +203,15 @@ def _vllm_lines(name: str, text: str) -> Iterator[Window]:
         rounds = int(drafted.group(1)) / len(shares)
         total = int(accepted.group(1))
         notes: tuple[str, ...] = ()
+        if not rounds:
+            continue
         # At a fixed length drafted / positions is the number of rounds, and the mean must agree.
-        if abs(1 + total / rounds - float(mean.group(1))) > 0.0051:
-            rounds = total / (float(mean.group(1)) - 1) if total else rounds
-            notes = ("drafts of unlike lengths: rounds are told from the rounded mean",)
+        has_one_length = abs(1 + total / rounds - float(mean.group(1))) <= 0.0051
+        if not has_one_length:
+            if float(mean.group(1)) <= 1 or not total:  # too few accepted to tell the rounds by
+                continue
+            rounds = total / (float(mean.group(1)) - 1)
+            notes = (f"{_UNLIKE}; rounds are told from the rounded mean",)
         yield Window(
             engine="vllm",
             route=name,
@@ -211,7 +219,8 @@ def _vllm_lines(name: str, text: str) -> Iterator[Window]:
             rounds=rounds,
             accepted=total,
             # Rates have three digits: with under 1,000 rounds this is the very count.
-            accepted_at=tuple(float(round(share * rounds)) for share in shares),
+            accepted_at=tuple(min(rounds, float(round(share * rounds))) for share in shares),
+            has_one_length=has_one_length,
             notes=notes,
         )
 
@@ -220,7 +229,7 @@ def _sglang_lines(name: str, text: str, log_interval: int) -> Iterator[Window]:
     found = enumerate(_SGLANG_LINE.findall(text), start=1)
     for number, (prefix, running, length) in found:
         rounds = float(int(running) * log_interval)
-        if rounds:
+        if rounds and float(length) >= 1:  # less is said where nothing was verified
             yield Window(
                 engine="sglang",
                 route=name,
@@ -239,18 +248,21 @@ _HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 def _sglang_answers(name: str, text: str) -> Iterator[Window]:
     """One window per route: rows are requests, `route` or `model` beside their meta_info."""
     routes: dict[str, list[list[int]]] = {}
-    for line in text.splitlines():
-        if not line.startswith("{"):
-            continue
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in _rows(text):
         meta = row.get("meta_info", row)
+        if not isinstance(meta, dict):
+            continue
         histogram = next((meta[key] for key in _HISTOGRAMS if meta.get(key)), None)
-        if histogram is not None:
-            route = str(row.get("route") or row.get("model") or name)
-            routes.setdefault(route, []).append([int(count) for count in histogram])
+        if histogram is None:
+            continue
+        is_list = isinstance(histogram, list)
+        if not is_list or not all(type(one) is int and one >= 0 for one in histogram):
+            raise ValueError(
+                f"{name} has the histogram {histogram!r}; give counts of rounds by accepted "
+                "drafts, as SGLang's meta_info has them"
+            )
+        route = str(row.get("route") or row.get("model") or name)
+        routes.setdefault(route, []).append(histogram)
     for route, histograms in routes.items():
         depth = max(map(len, histograms)) - 1
         at = [sum(sum(one[i:]) for one in histograms) for i in range(depth + 1)]
@@ -263,3 +275,15 @@ def _sglang_answers(name: str, text: str) -> Iterator[Window]:
             accepted_at=tuple(map(float, at[1:])),
             requests=len(histograms),
         )
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    """JSON objects of a text's lines, those of a batch's list among them."""
+    for line in text.splitlines():
+        if not line.startswith(("{", "[{")):
+            continue
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        yield from found if isinstance(found, list) else [found]

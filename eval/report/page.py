@@ -15,7 +15,6 @@ Schema of report.json: report.schema.json beside this file (parts that were not 
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +27,7 @@ from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.report import plots
 from outrider.eval.report.lost import loss_plots
 from outrider.eval.report.passage import LEGEND
-from outrider.eval.report.provenance import provenance
+from outrider.eval.report.provenance import plain, provenance
 from outrider.eval.report.tables import BREAKDOWNS, LOSSES, OFF_POLICY, parts_of, text_of
 from outrider.eval.report.tuning import render_tune
 
@@ -72,7 +71,7 @@ def build_report(
 
 def write_report(path: Path, parts: Figures, *, notes: Figures | None, title: str) -> Paths:
     """Write a report to a .json file and its page beside it; absent parts are null."""
-    report = _plain(
+    report = plain(
         {
             "schema_version": SCHEMA_VERSION,
             "title": title,
@@ -264,17 +263,6 @@ def _rows(value: Figures, prefix: str = "") -> list[tuple[str, str]]:
         elif inner is not None:
             found.append((name, str(inner)))
     return found
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Figures that JSON can hold: a NaN (nothing to divide) becomes null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _figure(value: float | None, digits: int = 3) -> str:

@@ -1,10 +1,12 @@
-"""What a figure was measured on: versions, machine, threads, commit."""
+"""What a figure was measured on (versions, machine, threads, commit), in JSON that all read."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,17 @@ def provenance() -> dict[str, Any]:
         "commit": commit(Path(__file__).parent),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Figures that JSON can hold: a NaN (nothing to divide) becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def commit(folder: Path) -> str | None:

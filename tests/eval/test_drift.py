@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from scipy.stats import binom
 
 from outrider.eval.offline.scores import Score, spread
 from outrider.eval.production.drift import Prediction, judge
-from outrider.eval.production.engine_log import Window, read_windows
+from outrider.eval.production.engine_log import read_windows
+from outrider.eval.production.window import Window
 from outrider.scripts.cli import main as outrider
 
 ENGINE = Path(__file__).parent / "engine"
@@ -175,6 +177,19 @@ def test_a_change_of_rate_is_found_and_told_where() -> None:
     found = [judge([(window(traffic(rng, 150, -0.12)), known)])[0] for _ in range(100)]
     assert sum(one.is_drift for one in found) >= 90
     assert all(one.worst.found < one.worst.predicted for one in found if one.is_drift)
+
+
+def test_of_drafts_of_unlike_lengths_only_the_first_position_is_tested() -> None:
+    rng = np.random.default_rng(5)
+    known, requests = predicted(traffic(rng, 60)), traffic(rng, 60)
+    seen = window(requests)
+    # Half of the rounds drafted one token of three: what they would have accepted is not there.
+    lost = tuple(np.round(np.array(seen.accepted_at) * (1, 0.5, 0.5)))
+    mixed = replace(seen, accepted_at=lost, accepted=sum(lost))
+    assert judge([(mixed, known)])[0].is_drift
+    verdict = judge([(replace(mixed, has_one_length=False), known)])[0]
+    assert [one.what for one in verdict.compared] == ["position 1"]
+    assert not verdict.is_drift
 
 
 def test_over_many_windows_the_level_holds_for_all_together() -> None:
