@@ -18,10 +18,11 @@ from outrider.eval.metrics import DEFINITIONS
 from outrider.eval.offline.drafted import is_text_draft, scored_plan
 from outrider.eval.offline.evaluate import evaluate
 from outrider.eval.offline.texts import hash_texts, read_texts
-from outrider.eval.offline.traces import FORMAT, Trace, build_trace
+from outrider.eval.offline.trace_info import FORMAT
+from outrider.eval.offline.traces import Trace, build_trace
 from outrider.eval.report.page import write_report
 from outrider.eval.report.provenance import file_hashes
-from outrider.eval.report.tables import losses, markdown, table
+from outrider.eval.report.tables import losses, markdown, signed, table
 from outrider.eval.trees.plans import expand
 from outrider.heads import DraftHead
 from outrider.scripts.drift_command import LogSettings, hold
@@ -128,10 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(result))
     print(f"\nof judged drafts, accepted and lost; a row adds up to 1\n{losses(result)}\n")
     for one in result["differences"]:
-        tau = one["tau"]
         print(
             f"{one['head']} less {one['against']}, {one['trace']}, {one['draft']}: tau "
-            f"{tau['value']:+.3f} [{tau['low']:+.3f}, {tau['high']:+.3f}]"
+            f"{signed(one['tau'])}"
         )
     if settings.markdown is not None:
         write_whole(settings.markdown, markdown(result))

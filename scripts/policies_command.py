@@ -18,6 +18,7 @@ from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
 from outrider.eval.policies.policy import Policy
 from outrider.eval.report.provenance import file_hashes, plain, provenance
+from outrider.eval.report.tables import signed
 from outrider.heads import DraftHead
 from outrider.scripts.eval_command import load_heads, open_traces
 
@@ -107,10 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     verify = ", ".join(f"{n} tokens {ratio:g}" for n, ratio in costs.verify)
     print(f"speed-up at c = {costs.c:g}, verify over a plain step: {verify}")
     for one in differences:
-        found = one["speedup"]
         print(
             f"{one['policy']} less {one['against']}, {one['head']}, {one['trace']}: speed-up "
-            f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+            f"{signed(one['speedup'])}"
         )
     if settings.out is not None:
         notes = {

@@ -51,7 +51,9 @@ def evaluate(
         drafters[TEXT] = None
     if not drafters:
         raise ValueError("nothing drafts: give a head, a draft model, or a draft of the text alone")
+    words = [sampling_text(trace.sampling) for trace in traces.values()]
     for trace_name, trace in traces.items():
+        is_alone = words.count(sampling_text(trace.sampling)) == 1
         tree_rows = some_rows(trace, tree_texts, seed)
         scored: dict[str, dict[str, Score]] = {}
         for name, drafter in drafters.items():
@@ -66,6 +68,7 @@ def evaluate(
                     "head": name,
                     "trace": trace_name,
                     "sampling": sampling_text(trace.sampling),
+                    "text": None if is_alone else trace_name,
                     "off_policy": trace.policy.is_off,
                     "subset": _subset(score, trace, seed),
                     "seconds": seconds,

@@ -43,6 +43,8 @@ def answered(record: Record) -> Iterator[dict[str, Any]]:
     request = _part(record, "request")
     reply = _part(record, "response") or record
     choices = reply.get("choices") or reply.get("outputs") or [reply]
+    if not isinstance(choices, list) or not all(isinstance(one, Mapping) for one in choices):
+        choices = [reply]  # no answers in a form that is known
     for number, choice in enumerate(choices):
         found = {**record, **({"requested": request} if request else {})}
         for name, fields in (("prompt_ids", _PROMPT), ("answer_ids", _ANSWER)):
@@ -59,14 +61,17 @@ def answered(record: Record) -> Iterator[dict[str, Any]]:
 def is_drawn_with(record: Record, sampling: Sampling) -> bool:
     """Whether a row says nothing else of its sampling than this."""
     stated = record.get("sampling")
-    if isinstance(stated, Mapping):
-        return Sampling.from_record(stated) == sampling
     requested = record.get("requested")
-    if isinstance(requested, Mapping):
-        # Engines write "no top-k" as -1.
-        asked = {name: requested[name] for name in _SAMPLING if requested.get(name) is not None}
-        asked["top_k"] = max(0, asked.get("top_k", sampling.top_k))
-        return all(getattr(sampling, name) == value for name, value in asked.items())
+    try:
+        if isinstance(stated, Mapping):
+            return Sampling.from_record(stated) == sampling
+        if isinstance(requested, Mapping):
+            # Engines write "no top-k" as -1.
+            asked = {name: requested[name] for name in _SAMPLING if requested.get(name) is not None}
+            asked["top_k"] = max(0, asked.get("top_k", sampling.top_k))
+            return all(getattr(sampling, name) == value for name, value in asked.items())
+    except TypeError as error:
+        raise ValueError(f"its sampling cannot be read ({error})") from error
     return record.get("temperature", sampling.temperature) == sampling.temperature
 
 

@@ -38,8 +38,11 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
         if isinstance(record, str):
             raise ValueError(f"{source} row {number} is {record}; mend or remove it")
         for row in answered(record):
-            if not is_drawn_with(row, sampling):
-                continue
+            try:
+                if not is_drawn_with(row, sampling):
+                    continue
+            except ValueError as error:
+                raise ValueError(f"{source} row {number}: {error}; mend or remove it") from error
             if not row.get("prompt_ids") or not row.get("answer_ids"):
                 raise ValueError(
                     f"{source} row {number} has no prompt_ids or no answer_ids; a trace needs the "
@@ -50,7 +53,13 @@ def read_texts(source: str, sampling: Sampling, *, per_kind: int | None = None) 
             if per_kind is None or used[kind] < per_kind:
                 used[kind] += 1
                 name = str(row.get("id", f"row-{number:06d}"))
-                ids = (list(row["prompt_ids"]), list(row["answer_ids"]))
+                ids = [row["prompt_ids"], row["answer_ids"]]
+                if not all(isinstance(part, list) and {*map(type, part)} == {int} for part in ids):
+                    raise ValueError(
+                        f"{source} row {number} has prompt_ids or answer_ids that are not lists of "
+                        "whole numbers; log the very ids, or let the target answer with outrider "
+                        "generate"
+                    )
                 mode = state_options(row.get("template_options") or {})
                 texts.append(Text(name, kind, *ids, template_options=mode))
     if not texts:

@@ -7,7 +7,7 @@ size, V vocabulary, M most likely tokens.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,33 +25,15 @@ from outrider.data.target import Target
 from outrider.eval.offline.policy import OnPolicy
 from outrider.eval.offline.recorded import answer_law, groups
 from outrider.eval.offline.texts import Text, check_texts, hash_texts
+from outrider.eval.offline.trace_info import (
+    TraceInfo,
+    check_shard,
+    made_from,
+    read_info,
+    read_meta,
+)
 
-FORMAT = 2
 _SHARD_ROWS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceInfo:
-    """What a trace is a trace of; two traces with equal fields hold the same figures."""
-
-    target: str
-    """Name of the target as the user gave it."""
-    fingerprint: str
-    """Hash of the target's config, weights and tokenizer."""
-    sampling: dict[str, Any]
-    """How the target's logits became the law that the text was drawn from: `Sampling.record`."""
-    layers: tuple[int, ...]
-    """Decoder layers whose inputs are stored, in order."""
-    dtype: str
-    """Precision in which the target ran."""
-    text: str
-    """Hash of row names, prompts and answers."""
-    seed: int | None
-    """Seed that the text was sampled with, where known."""
-    format: int = FORMAT
-    """Layout and meaning of the shards."""
-    code: str = ""
-    """Version of this package; another one reads the trace if the format is the same."""
 
 
 class TraceRow(NamedTuple):
@@ -86,28 +68,21 @@ class Trace:
 
         So for a trace of text that is not the target's own, unless `allow_off_policy`.
         """
-        meta = _read_meta(folder)
+        meta = read_meta(folder)
         if meta is None or "policy" not in meta:
             raise ValueError(
                 f"{folder} is not a finished trace (no complete meta.json); build it, or finish it "
                 "with the command that started it: outrider trace"
             )
-        if meta["info"]["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has trace format {meta['info']['format']}, this version reads {FORMAT}; "
-                "delete the folder and build it again"
-            )
         self.folder = folder
-        info: dict[str, Any] = dict(meta["info"])
-        info["layers"] = tuple(info["layers"])
-        self.info = TraceInfo(**info)
+        self.info, self.policy = read_info(meta, folder)
         self.template_options: tuple[str, ...] = tuple(meta.get("template_options", ()))
         """Modes of the chat template that the text states, by `state_options`; none if unknown."""
-        self.policy = OnPolicy(**meta["policy"])
         if not allow_off_policy:
             self.policy.refuse_off_policy(str(folder))
         self.sampling = Sampling.from_record(self.info.sampling)
         self._rows: list[dict[str, Any]] = meta["rows"]
+        self._key = made_from(meta)
         self.row_ids = tuple(row["row_id"] for row in self._rows)
         self.kinds = tuple(row["kind"] for row in self._rows)
         self.lengths = tuple(row["prompt"] + row["answer"] for row in self._rows)
@@ -121,6 +96,7 @@ class Trace:
         path = self.folder / _shard_name(index // _SHARD_ROWS)
         try:
             with safe_open(path, "pt") as shard:
+                check_shard(shard.metadata(), self._key, path)
                 part = {name: shard.get_tensor(f"{index}.{name}") for name in _TENSORS}
         except SafetensorError as error:
             raise ValueError(
@@ -216,8 +192,10 @@ def _finish(
         for start in tqdm(starts, unit="shard", desc="trace", leave=False, disable=None):
             shard = folder / _shard_name(start // _SHARD_ROWS)
             if not shard.exists():
-                _write_shard(target, texts[start : start + _SHARD_ROWS], start, info, shard)
+                part = texts[start : start + _SHARD_ROWS]
+                _write_shard(target, part, start, info, shard, key=made_from(meta))
             with safe_open(shard, "pt") as file:
+                check_shard(file.metadata(), made_from(meta), shard)
                 policies.append(OnPolicy(**json.loads(file.metadata()["policy"])))
     policy = sum(policies[1:], policies[0])
     if not allow_off_policy:
@@ -226,7 +204,13 @@ def _finish(
 
 
 def _write_shard(
-    target: Target, texts: Sequence[Text], start: int, info: TraceInfo, path: Path
+    target: Target,
+    texts: Sequence[Text],
+    start: int,
+    info: TraceInfo,
+    path: Path,
+    *,
+    key: str,
 ) -> None:
     sampling = Sampling.from_record(info.sampling)
     tensors: dict[str, Tensor] = {}
@@ -249,9 +233,10 @@ def _write_shard(
             name = start + index
             tensors |= {f"{name}.{key}": part.contiguous().clone() for key, part in parts.items()}
             policy += found
+    notes = {"policy": json.dumps(asdict(policy)), "made_from": key}
     draft = path.with_suffix(".tmp")
     try:
-        save_file(tensors, draft, {"policy": json.dumps(asdict(policy))})
+        save_file(tensors, draft, notes)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
         raise OSError(
@@ -263,7 +248,7 @@ def _write_shard(
 
 def _is_finished(folder: Path, info: dict[str, Any]) -> bool:
     """Whether the folder is done; ValueError when it belongs to something else."""
-    meta = _read_meta(folder)
+    meta = read_meta(folder)
     if meta is None:
         return False
     wanted, found = json.loads(json.dumps(info)), dict(meta["info"])
@@ -292,8 +277,3 @@ def _row_meta(text: Text) -> dict[str, Any]:
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
-
-
-def _read_meta(folder: Path) -> dict[str, Any] | None:
-    path = folder / "meta.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -3,6 +3,7 @@
 R prompts.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from outrider.eval.policies.policy import Oracle, Policy
 from outrider.eval.policies.replay import Replayed, Row, States, replay, replay_oracle
 from outrider.eval.report.lines import aligned
+from outrider.eval.report.tables import interval, number
 from outrider.eval.stats import ratio, ratio_difference
 
 Floats = NDArray[np.float64]
@@ -29,10 +31,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         sizes, ratios = zip(*self.verify, strict=True) if self.verify else ((), ())
-        if self.c < 0 or not sizes or list(sizes) != sorted(set(sizes)) or min(ratios) <= 0:
+        is_rising = bool(sizes) and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1
+        if not (is_rising and 0 <= self.c < math.inf and all(0 < r < math.inf for r in ratios)):
             raise ValueError(
                 f"costs are c = {self.c}, verify {list(self.verify)}; give c of 0 or more, and "
-                "pairs of rising token numbers and ratios above 0"
+                "pairs of rising token numbers from 1 and ratios above 0"
             )
 
     def call(self, tokens: int) -> float:
@@ -156,16 +159,12 @@ def policy_table(results: Sequence[Mapping[str, Any]]) -> str:
                 result["head"],
                 result["sampling"],
                 result["policy"],
-                _bounds(tau),
+                interval(tau),
                 f"{result['target_calls']:.1f}",
                 f"{result['drafted']:.1f}",
-                f"{result['drafted_per_call']['value']:.2f}",
-                f"{result['drafted_rate']['value']:.3f}",
-                _bounds(speed),
+                number(result["drafted_per_call"]["value"], 2),
+                number(result["drafted_rate"]["value"]),
+                interval(speed),
             )
         )
     return "\n".join(aligned(rows))
-
-
-def _bounds(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"

@@ -25,7 +25,7 @@ _LENGTHS: dict[str, Callable[[float, int], Policy]] = {
 _NAMED: dict[str, Callable[[float, int], Policy]] = {
     "confidence": lambda value, most: Confidence(most, _share(value)),
     "kept": lambda value, most: Kept(most, _share(value)),
-    "entropy": lambda value, most: Entropy(most, value),
+    "entropy": lambda value, most: Entropy(most, _nats(value)),
     "dynamic": lambda value, most: Dynamic(most, _share(value)),
     "heuristic": lambda value, most: Heuristic(most, _whole(value)),
     "transient": lambda value, most: Heuristic(most, _whole(value), is_transient=True),
@@ -63,7 +63,13 @@ def _share(value: float) -> float:
     return value
 
 
+def _nats(value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"a policy's entropy is {value}; give nats, 0 or more")
+    return value
+
+
 def _whole(value: float) -> int:
-    if value != int(value):
+    if not value.is_integer():
         raise ValueError(f"a heuristic schedule starts at {value}; give a whole number")
     return int(value)

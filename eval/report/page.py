@@ -198,7 +198,7 @@ def _headlines(report: Figures) -> list[dict[str, str]]:
         for result in [one for one in results if one["draft"] == longest][:2]:
             found.append(
                 {
-                    "value": f"{result['tau']['value']:.2f}",
+                    "value": _figure(result["tau"]["value"], 2),
                     "name": "tokens per target call",
                     "note": f"{_series(result, results)}, {longest}, {result['tokens']} tokens",
                 }

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import matplotlib as mpl
@@ -16,6 +17,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "outrider",
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 11,
     "text.color": _INK,
@@ -195,7 +197,8 @@ def _errors(
     line: bool = False,
     across: bool = False,
 ) -> None:
-    values = [point["value"] for point in points]
+    # Where nothing was counted there is no point; a gap keeps the place.
+    values = [_number(point["value"]) for point in points]
     # A lone prompt has no interval: its bounds are None or NaN.
     low = [max(0.0, value - _bound(p, "low")) for value, p in zip(values, points, strict=True)]
     high = [max(0.0, _bound(p, "high") - value) for value, p in zip(values, points, strict=True)]
@@ -218,9 +221,13 @@ def _errors(
     )
 
 
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
 def _bound(point: Line, name: str) -> float:
     bound = point.get(name)
-    return point["value"] if bound is None or bound != bound else bound
+    return _number(point["value"]) if bound is None or bound != bound else bound
 
 
 def _legend(axes: Axes, count: int) -> None:
@@ -242,7 +249,7 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = text.replace("url(#", f"url(#{prefix}-")
     # A fixed size would not fit a phone; the view box keeps the shape.
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(label, quote=True)}" ', 1)
     return _themed(text)
 
 

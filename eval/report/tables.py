@@ -1,6 +1,7 @@
 """Results as text: a table for the terminal, and Markdown for a README or an issue."""
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from outrider.eval.metrics import refuse_lossy
@@ -22,10 +23,10 @@ def table(evaluation: Figures) -> str:
             one["head"],
             text_of(one),
             one["draft"],
-            _interval(one["tau"], 3),
-            _number(one["alpha"]["value"]),
-            _number(one["alpha_star"]["value"]),
-            " ".join(_number(depth["value"]) for depth in one["survival"]),
+            interval(one["tau"], 3),
+            number(one["alpha"]["value"]),
+            number(one["alpha_star"]["value"]),
+            " ".join(number(depth["value"]) for depth in one["survival"]),
         )
         for one in evaluation["results"]
     ]
@@ -40,8 +41,8 @@ def losses(evaluation: Figures) -> str:
             one["head"],
             text_of(one),
             one["draft"],
-            _number(one["alpha"]["value"]),
-            *(_number(one["loss"][name]["value"]) for name in LOSSES),
+            number(one["alpha"]["value"]),
+            *(number(one["loss"][name]["value"]) for name in LOSSES),
         )
         for one in evaluation["results"]
     ]
@@ -59,9 +60,9 @@ def markdown(evaluation: Figures) -> str:
                 (
                     *_names(one),
                     one["rule"],
-                    _interval(one["tau"]),
-                    _interval(one["alpha"]),
-                    _interval(one["alpha_star"]),
+                    interval(one["tau"]),
+                    interval(one["alpha"]),
+                    interval(one["alpha_star"]),
                     str(one["prompts"]),
                     str(one["tokens"]),
                 )
@@ -74,8 +75,8 @@ def markdown(evaluation: Figures) -> str:
             [
                 (
                     *_names(one),
-                    _interval(one["alpha"]),
-                    *(_interval(one["loss"][name]) for name in LOSSES),
+                    interval(one["alpha"]),
+                    *(interval(one["loss"][name]) for name in LOSSES),
                 )
                 for one in results
             ],
@@ -104,8 +105,12 @@ def parts_of(result: Figures, key: str) -> dict[str, Figures]:
 
 
 def text_of(result: Figures) -> str:
-    """The text that a result is on: its sampling, a subset's size, and whose it is not."""
-    words = [result["sampling"]]
+    """The text that a result is on: its sampling, a subset's size, and whose it is not.
+
+    Of several traces of one sampling the name comes first.
+    """
+    name = result.get("text")
+    words = [result["sampling"]] if name is None else [name, result["sampling"]]
     if subset := result.get("subset"):
         words.append(f"{subset['texts']} of {subset['of']} texts, seed {subset['seed']}")
     if result.get("off_policy"):
@@ -122,9 +127,14 @@ def _best(results: Sequence[Figures]) -> list[Figures]:
     found: dict[tuple[str, str], Figures] = {}
     for one in results:
         key = one["head"], one["trace"]
-        if key not in found or one["tau"]["value"] > found[key]["tau"]["value"]:
+        if key not in found or _or_zero(one["tau"]) > _or_zero(found[key]["tau"]):
             found[key] = one
     return list(found.values())
+
+
+def _or_zero(one: Figures) -> float:
+    value = one["value"]
+    return 0.0 if value is None or value != value else value
 
 
 def _parts(results: Sequence[Figures], key: str, title: str) -> str:
@@ -134,9 +144,9 @@ def _parts(results: Sequence[Figures], key: str, title: str) -> str:
             name.replace("_", " "),
             str(part["prompts"]),
             f"{part['tokens']:.0f}",
-            _interval(part["tau"]),
-            _interval(part["alpha"]),
-            *(_number(part["loss"][loss]["value"]) for loss in LOSSES),
+            interval(part["tau"]),
+            interval(part["alpha"]),
+            *(number(part["loss"][loss]["value"]) for loss in LOSSES),
         )
         for one in results
         for name, part in parts_of(one, key).items()
@@ -155,8 +165,8 @@ def _differences(found: Sequence[Figures]) -> str:
             one["trace"],
             one["draft"],
             kind.replace("_", " "),
-            _interval(part["tau"]),
-            _interval(part["alpha"]),
+            interval(part["tau"]),
+            interval(part["alpha"]),
         )
         for one in found
         for kind, part in {"all": one, **one["by_kind"]}.items()
@@ -171,16 +181,32 @@ def _names(result: Figures) -> tuple[str, str, str]:
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _interval(one: Figures, digits: int = 3) -> str:
+def _cell(text: str) -> str:
+    """On one line, and neither a column's end nor HTML: names come from people's files."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def interval(one: Figures, digits: int = 3) -> str:
+    """A figure with its bounds, where there are any."""
     low, high = one["low"], one["high"]
     if low is None or low != low:
-        return _number(one["value"], digits)
-    return f"{_number(one['value'], digits)} [{low:.{digits}f}, {high:.{digits}f}]"
+        return number(one["value"], digits)
+    return f"{number(one['value'], digits)} [{number(low, digits)}, {number(high, digits)}]"
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def signed(one: Figures, digits: int = 3) -> str:
+    """A difference with its sign, and bounds where there are any."""
+    value, low, high = one["value"], one["low"], one["high"]
+    if value is None or value != value:
+        return "-"
+    bounds = "" if low is None or low != low else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{value:+.{digits}f}{bounds}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure, or a dash where there is none."""
     return "-" if value is None or value != value else f"{round(value, digits) + 0.0:.{digits}f}"

@@ -96,8 +96,8 @@ class DraftSizes:
 
     def __post_init__(self) -> None:
         for name in ("parameters", "step"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 0 or more, finite")
 
 
 def target_sizes(target: Target) -> TargetSizes:

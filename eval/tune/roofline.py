@@ -51,7 +51,7 @@ class Hardware:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a share above 0, up to 1")
         for name in ("step_overhead", "draft_overhead", "sum_latency"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give seconds, 0 or more")
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}; give 1 or more")
@@ -100,7 +100,7 @@ class RooflineCosts:
     def __post_init__(self) -> None:
         for name in ("weight_bytes", "kv_bytes"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; give bytes above 0, such as 0.5 for 4 bits")
 
     @property

@@ -105,6 +105,15 @@ def test_read_texts_takes_rows_of_the_asked_sampling(files: Path) -> None:
     [
         ('{"prompt_ids": [1]}', "row 1 has no prompt_ids or no answer_ids"),
         ("[", "row 1 is not JSON"),
+        ('{"prompt_ids": [1, 2], "answer_ids": "abc"}', "row 1 has .* not lists of whole numbers"),
+        ('{"prompt_ids": [1, 2], "answer_ids": [1.5]}', "row 1 has .* not lists of whole numbers"),
+        ('{"prompt_ids": [1], "answer_ids": [true]}', "row 1 has .* not lists of whole numbers"),
+        ('{"choices": ["a"]}', "row 1 has no prompt_ids"),
+        ('{"choices": {"a": 1}}', "row 1 has no prompt_ids"),
+        ('{"sampling": {"strange": 1}}', "row 1: its sampling cannot be read .*strange"),
+        ('{"sampling": {"temperature": "hot"}}', "row 1: its sampling cannot be read"),
+        ('{"sampling": {"temperature": -1}}', "row 1: temperature is -1"),
+        ('{"request": {"top_k": "many"}}', "row 1: its sampling cannot be read"),
     ],
 )
 def test_read_texts_names_a_bad_row(row: str, message: str, tmp_path: Path) -> None:

@@ -341,6 +341,9 @@ def test_the_threshold_is_the_cheapest_point_of_the_roc_curve():
         ("confidence:2,3", "probability is 2"),
         ("heuristic:9,3", "starts at 9 of at most 3"),
         ("heuristic:1.5,3", "give a whole number"),
+        ("heuristic:inf,3", "give a whole number"),
+        ("heuristic:nan,3", "give a whole number"),
+        ("entropy:nan,3", "entropy is nan"),
         ("table:2=3@1", "write fixed:K"),
         ("table:1=3", "write fixed:K"),
         ("oracle:0", "longest chain of a policy is 0"),
@@ -361,6 +364,13 @@ def test_a_policy_reads_as_it_is_written(name):
 def test_bad_costs_are_refused():
     with pytest.raises(ValueError, match="rising token numbers"):
         Costs(c=0.1, verify=((4, 1.0), (1, 1.0)))
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="give c of 0 or more"):
+            Costs(c=bad)
+        with pytest.raises(ValueError, match="ratios above 0"):
+            Costs(c=0.1, verify=((1, bad),))
+    with pytest.raises(ValueError, match="numbers from 1"):
+        Costs(c=0.1, verify=((0, 1.0),))
     with pytest.raises(ValueError, match="c = -1"):
         Costs(c=-1)
     assert Costs(c=0, verify=((1, 1.0), (2, 1.4), (3, 1.2), (4, 1.8))).call(3) == 1.4

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from outrider.eval.metrics import DEFINITIONS, Round
-from outrider.eval.report import plots
+from outrider.eval.report import plots, tables
 from outrider.eval.report.page import build_report, read_training
 from outrider.eval.report.passage import marks, passage
 
@@ -203,6 +203,46 @@ def test_a_lone_prompt_has_no_interval(tmp_path: Path) -> None:
     for one in parts["results"]:
         one["tau"] = {"value": 1.5, "low": float("nan"), "high": float("nan")}
     read(build_report(tmp_path, evaluation=parts).html)
+
+
+def test_a_kind_without_a_target_call_is_a_gap(tmp_path: Path) -> None:
+    """Answers of one token have no round: their tau, and what follows, is null."""
+    nothing = dict.fromkeys(("value", "low", "high"))
+    parts = json.loads(json.dumps(PARTS["evaluation"]))
+    for one in parts["results"]:
+        one["by_kind"]["math"]["tau"] = nothing
+    page, _ = read(build_report(tmp_path, evaluation=parts).html)
+    assert "1.40" in page
+    for one in parts["results"]:
+        one["tau"] = one["alpha"] = one["alpha_star"] = nothing
+        one["survival"] = [nothing for _ in one["survival"]]
+    read(build_report(tmp_path, evaluation=parts).html)
+
+
+def test_kinds_are_words_in_plots_and_cells(tmp_path: Path) -> None:
+    """Dollar signs are not mathematics, a line break is no new row, and tags are no tags."""
+    kinds = ("$\\frac$", "costs $5 and $10", "a\n| b", "<b>c</b>")
+    parts = json.loads(json.dumps(PARTS["evaluation"]))
+    nothing = {name: interval(0.1) for name in tables.LOSSES}
+    for one in parts["results"]:
+        part = {"tau": interval(1.4), "alpha": interval(0.4), "prompts": 1, "tokens": 9}
+        one["by_kind"] = {kind: {**part, "loss": nothing} for kind in kinds}
+        one["loss"] = nothing
+    text = tables.markdown(parts)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {8, 9, 10, 11, 13}
+    assert "| a \\| b |" in text
+    assert "&lt;b&gt;c&lt;/b&gt;" in text
+    page, _ = read(build_report(tmp_path, evaluation=parts).html)
+    assert "costs $5 and $10" in page
+    assert "<b>c" not in page
+
+
+def test_texts_of_one_sampling_are_named() -> None:
+    one = result("ours", "greedy", "chain:1")
+    assert tables.text_of(one) == "greedy"
+    assert tables.text_of(one | {"text": None}) == "greedy"
+    assert tables.text_of(one | {"text": "monday"}) == "monday, greedy"
 
 
 def test_training_log_is_read_back(tmp_path: Path) -> None:

@@ -106,11 +106,11 @@ def test_a_stopped_build_goes_on_and_a_finished_one_is_reused(
     original = traces._write_shard
     calls: list[object] = []
 
-    def stops_at_second(*arguments: object) -> None:
+    def stops_at_second(*arguments: object, key: str) -> None:
         calls.append(arguments[2])
         if calls == [0, 16]:
             raise KeyboardInterrupt
-        original(*arguments)  # type: ignore[arg-type]
+        original(*arguments, key=key)  # type: ignore[arg-type]
 
     monkeypatch.setattr(traces, "_write_shard", stops_at_second)
     with pytest.raises(KeyboardInterrupt):
@@ -166,3 +166,54 @@ def test_on_policy_counts_add_up() -> None:
     one = traces.OnPolicy(is_greedy=True, tokens=1000, mismatches=2)
     assert not one.is_off
     assert (one + replace(one, mismatches=3)).is_off
+
+
+def test_shards_and_list_of_unlike_traces_are_told_apart(
+    tiny_target: Target, greedy_texts: list[Text], sampled_texts: list[Text], tmp_path: Path
+) -> None:
+    greedy = build(tiny_target, greedy_texts, tmp_path / "a")
+    warm = build(tiny_target, sampled_texts, tmp_path / "b", WARM)
+    shard, meta = "shard-00000.safetensors", tmp_path / "a" / "meta.json"
+    whole = (tmp_path / "a" / shard).read_bytes(), meta.read_text()
+    (tmp_path / "a" / shard).write_bytes((tmp_path / "b" / shard).read_bytes())
+    with pytest.raises(ValueError, match="are not of one trace"):
+        greedy.row(0)
+    (tmp_path / "a" / shard).write_bytes(whole[0])
+    greedy.row(0)
+    for field, value in (("sampling", {"temperature": 1.0}), ("layers", [5, 3, 1])):
+        changed = json.loads(whole[1])
+        changed["info"][field] = value
+        meta.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match="are not of one trace"):
+            Trace(tmp_path / "a").row(0)
+    assert len(warm) == len(sampled_texts)
+
+
+def test_shards_left_behind_by_another_trace_are_not_taken_up(
+    tiny_target: Target, greedy_texts: list[Text], tmp_path: Path
+) -> None:
+    build(tiny_target, greedy_texts, tmp_path)
+    (tmp_path / "meta.json").unlink()
+    with pytest.raises(ValueError, match="are not of one trace"):
+        build(tiny_target, greedy_texts[::-1], tmp_path)
+
+
+@pytest.mark.parametrize("what", ["cut", "rows", "info", "strange", "policy", "list", "format"])
+def test_a_damaged_list_is_named(
+    what: str, tiny_target: Target, greedy_texts: list[Text], tmp_path: Path
+) -> None:
+    build(tiny_target, greedy_texts, tmp_path)
+    path = tmp_path / "meta.json"
+    meta = json.loads(path.read_text())
+    if what in ("rows", "info"):
+        del meta[what]
+    elif what == "strange":
+        meta["info"]["strange"] = 1
+    elif what == "policy":
+        meta["policy"]["strange"] = 1
+    elif what == "format":
+        meta["info"]["format"] = "2"
+    text = "[]" if what == "list" else json.dumps(meta)
+    path.write_text(text[: len(text) // 2] if what == "cut" else text)
+    with pytest.raises(ValueError, match=r"meta\.json is damaged|has trace format '2'"):
+        Trace(tmp_path)

@@ -191,6 +191,13 @@ def test_bad_input_is_refused() -> None:
     costs = RooflineCosts(hardware=hardware_named("h100"), target=LLAMA)
     with pytest.raises(ValueError, match="batch is 0"):
         costs.round(PLAIN, 1, 0, 10)
+    for name in ("step_overhead", "draft_overhead", "sum_latency"):
+        with pytest.raises(ValueError, match=f"{name} is inf"):
+            hardware_named("h100", **{name: float("inf")})
+    with pytest.raises(ValueError, match="weight_bytes is inf"):
+        RooflineCosts(hardware=hardware_named("h100"), target=LLAMA, weight_bytes=float("inf"))
+    with pytest.raises(ValueError, match="parameters is inf"):
+        DraftSizes(name="mine", parameters=float("inf"), step=1)
     with pytest.raises(ValueError, match="weight_bytes is -1"):
         RooflineCosts(hardware=hardware_named("h100"), target=LLAMA, weight_bytes=-1)
 
