@@ -65,7 +65,8 @@ def read_info(meta: Mapping[str, Any], folder: Path) -> tuple[TraceInfo, OnPolic
                 f"{folder} has trace format {found!r}, this version reads {FORMAT}; delete the "
                 "folder and build it again"
             )
-        info = TraceInfo(**{**meta["info"], "layers": tuple(meta["info"]["layers"])})
+        fields: dict[str, Any] = {**meta["info"], "layers": tuple(meta["info"]["layers"])}
+        info = TraceInfo(**fields)
         places = [
             (row["row_id"], row["kind"], row["prompt"], row["answer"]) for row in meta["rows"]
         ]
