@@ -13,7 +13,8 @@ from outrider.eval.link import judged_head
 from outrider.eval.offline.chain import score_chain
 from outrider.eval.offline.scores import Score as ChainScore
 from outrider.eval.offline.texts import Text, read_texts
-from outrider.eval.offline.traces import FORMAT, Trace, build_trace
+from outrider.eval.offline.trace_info import FORMAT
+from outrider.eval.offline.traces import Trace, build_trace
 from outrider.train.parts import Score
 from outrider.train.settings import DataSettings
 
