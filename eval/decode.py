@@ -16,12 +16,15 @@ from torch import Tensor
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.penalties import Prefix
+from outrider.data.rollback import check_rolls_back
 from outrider.data.sampling import Sampling, process
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Drafter, KeepsTexts, ReadsCache
 from outrider.eval.drafters.replay import Plain
+from outrider.eval.ending import Ending
 from outrider.eval.metrics import Lossy, LossyRound, Round
 from outrider.eval.noise import KeyedNoise
+from outrider.eval.prefill import prefill
 from outrider.eval.rules import Rule, Verify, fitting_rule
 from outrider.eval.trees.tree import Tree
 
@@ -43,10 +46,18 @@ class Decoding:
     """Keys all noise, together with the row and the position."""
     ignore_eos: bool = False
     """Write on after an end token; for timing."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer as an end token does; the token that completes one is kept."""
+    prefill_chunk: int | None = None
+    """Most positions of a prompt that are run at once; all of them when left out."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; write at least 1")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk is {self.prefill_chunk}; run at least 1 position")
+        if not all(self.stop_strings):
+            raise ValueError(f"stop_strings is {self.stop_strings}; an empty one stops nothing")
 
 
 @dataclass(kw_only=True)
@@ -74,7 +85,7 @@ class Decoded:
     rounds: list[Round]
     """Target calls after the prefill."""
     finish: str
-    """`stop` at an end token, `length` at max_new_tokens or the target's position limit."""
+    """`stop` at an end token or stop string, `length` at max_new_tokens or the position limit."""
     seconds: Seconds
     num_degenerate: int
     """Rejections whose residual vanished in rounding."""
@@ -174,6 +185,8 @@ class _Run:
                 "target's positions less one for the answer"
             )
         self._target, self._drafter, self._decoding, self._row = target, drafter, decoding, row
+        check_rolls_back(target)
+        self._ending = Ending(target, decoding.stop_strings, ignore_eos=decoding.ignore_eos)
         self._judge = verify
         self._ids = list(prompt_ids)
         self._budget = min(decoding.max_new_tokens, self._limit - len(prompt_ids))
@@ -189,14 +202,13 @@ class _Run:
         """Run the prompt and draw the first token."""
         start = time.perf_counter()
         tree = Tree((self._ids[-1],), (-1,))
-        device = self._target.device
-        captured = self._target.run(
-            torch.tensor([self._ids], device=device),
-            layers=self._drafter.layers,
-            position_ids=query_positions(self._cache.lengths_B.to(device), len(self._ids)),
-            cache=self._cache,
+        captured = prefill(
+            self._target,
+            self._ids,
+            self._cache,
+            self._drafter.layers,
+            self._decoding.prefill_chunk,
         )
-        self._cache.advance(len(self._ids))
         logits_1V = self._target.logits(captured.last_BTH[0, -1:])
         laws = _NodeLaws(self, tree, logits_1V, None)
         verdict = self._judge(tree, laws, self._noise())
@@ -271,18 +283,12 @@ class _Run:
         assert self._cache.get_seq_length() == start + len(kept)
 
     def _emit(self, tokens: list[int], num_drafted: int) -> int:
-        """Append tokens up to an end token or the budget; returns how many."""
-        for index, token in enumerate(tokens):
-            self._ids.append(token)
-            self.new_ids.append(token)
-            self.is_drafted.append(index < num_drafted)
-            if token in self._target.eos_ids and not self._decoding.ignore_eos:
-                self.finish = "stop"
-            elif len(self.new_ids) == self._budget:
-                self.finish = "length"
-            if self.finish:
-                return index + 1
-        return len(tokens)
+        """Append tokens up to the text's end; returns how many."""
+        count, self.finish = self._ending.cut(self._ids, tokens, self._budget - len(self.new_ids))
+        self._ids += tokens[:count]
+        self.new_ids += tokens[:count]
+        self.is_drafted += [index < num_drafted for index in range(count)]
+        return count
 
 
 class _NodeLaws:
