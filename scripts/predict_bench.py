@@ -30,7 +30,8 @@ from outrider.eval.offline.traces import build_trace
 from outrider.eval.packing import packed
 from outrider.eval.report.page import write_report
 from outrider.eval.rows.head import HeadRows
-from outrider.eval.rows.loop import Prefill, decode_rows
+from outrider.eval.rows.loop import decode_rows
+from outrider.eval.rows.row import Prefill
 from outrider.eval.trees.plans import plan_named
 from outrider.eval.tune.acceptance import read_acceptances
 from outrider.eval.tune.costs import PLAIN, merged, read_costs

@@ -38,6 +38,14 @@ class _Waiting(NamedTuple):
     counts_B: Tensor
 
 
+class _Saved(NamedTuple):
+    lengths_B: Tensor
+    newest_BD: Tensor | None
+    waiting: _Waiting | None
+    roots: list[int]
+    known: list[int]
+
+
 class HeadRows:
     """Drafts for a batch of rows, all by one plan; `plan` may be set anew between rounds."""
 
@@ -49,6 +57,7 @@ class HeadRows:
         self._ids_W = head.draft_ids_W
         self._cache = RowHeadCache(num_rows)
         self._roots = [0] * num_rows
+        self._known = [0] * num_rows
         self._newest_BD: Tensor | None = None
         self._waiting: _Waiting | None = None
         self.plan = plan
@@ -100,7 +109,7 @@ class HeadRows:
         if self._newest_BD is None:
             self._newest_BD = hidden_1TD.new_zeros(len(self._roots), hidden_1TD.shape[-1])
         self._newest_BD[row] = hidden_1TD[0, -1]
-        self._roots[row] = ids[-1]
+        self._roots[row], self._known[row] = ids[-1], count
         if self._waiting is not None:
             counts_B = self._waiting.counts_B.clone()
             counts_B[row] = 0
@@ -121,20 +130,29 @@ class HeadRows:
         counts_B = torch.tensor([len(one) for one in kept])
         self._waiting = _Waiting(feature_BTD, _padded(tokens, device), counts_B)
         self._roots = [ids[-1] for ids in tokens]
+        self._known = [count + len(nodes) for count, nodes in zip(self._known, kept, strict=True)]
+
+    def end(self, row: int, ids: Sequence[int]) -> None:
+        """Nothing: a row that ends is dropped or started anew."""
 
     @torch.no_grad()
-    def propose(self, max_depth: int, noises: Sequence[Noise]) -> list[Draft]:
-        """Draft for every row; where one is past the head's positions, none drafts."""
+    def propose(self, max_depths: Sequence[int], noises: Sequence[Noise]) -> list[Draft]:
+        """Draft for every row; one past the head's positions drafts nothing."""
         hidden_BD = self._catch_up()
         lengths_B = self._cache.lengths_B
-        room = self._head.config.max_position_embeddings - int(lengths_B.max()) + 1
-        depth = min(self._plan.depth, max_depth, room, self._head.config.max_drafts)
-        if depth < 1:
+        assert lengths_B.tolist() == self._known, "the draft's cache lacks or keeps an entry"
+        limit = self._head.config.max_position_embeddings
+        most = min(self._plan.depth, self._head.config.max_drafts)
+        depths = [
+            max(0, min(most, room, limit - known + 1))
+            for room, known in zip(max_depths, self._known, strict=True)
+        ]
+        if not any(depths):
             return [Draft(chain(root, ())) for root in self._roots]
         if isinstance(self._plan, ChainPlan):
-            drafts = self._chains(hidden_BD, depth, noises)
+            drafts = self._chains(hidden_BD, depths, noises)
         else:
-            drafts = self._trees(hidden_BD, depth, self._plan)
+            drafts = self._trees(hidden_BD, depths, self._plan)
         self._cache.set_lengths(lengths_B)
         return drafts
 
@@ -143,21 +161,24 @@ class HeadRows:
         chosen = list(rows)
         self._cache.keep_rows(chosen)
         self._roots = [self._roots[row] for row in chosen]
+        self._known = [self._known[row] for row in chosen]
         assert self._newest_BD is not None
         self._newest_BD = self._newest_BD[chosen]
         if self._waiting is not None:
             self._waiting = _Waiting(*(part[chosen] for part in self._waiting))
 
-    def save(self) -> tuple[Tensor, Tensor | None, _Waiting | None, list[int]]:
+    def save(self) -> _Saved:
         """What `restore` needs; see `RowsDrafter`."""
         newest = None if self._newest_BD is None else self._newest_BD.clone()
-        return self._cache.lengths_B, newest, self._waiting, list(self._roots)
+        return _Saved(
+            self._cache.lengths_B, newest, self._waiting, list(self._roots), list(self._known)
+        )
 
-    def restore(self, saved: tuple[Tensor, Tensor | None, _Waiting | None, list[int]]) -> None:
+    def restore(self, saved: _Saved) -> None:
         """Come back to where `save` was called."""
-        lengths_B, self._newest_BD, self._waiting, roots = saved
-        self._cache.set_lengths(lengths_B)
-        self._roots = list(roots)
+        self._newest_BD, self._waiting = saved.newest_BD, saved.waiting
+        self._cache.set_lengths(saved.lengths_B)
+        self._roots, self._known = list(saved.roots), list(saved.known)
 
     def _catch_up(self) -> Tensor:
         """Run the entries that wait; returns each row's newest output [B, D]."""
@@ -182,11 +203,13 @@ class HeadRows:
         mask = query_mask(lengths_B, num_new)
         return self._head.step(feature_BTD, ids_BT, position_BT, self._cache, mask, depth)
 
-    def _chains(self, hidden_BD: Tensor, depth: int, noises: Sequence[Noise]) -> list[Draft]:
+    def _chains(
+        self, hidden_BD: Tensor, depths: Sequence[int], noises: Sequence[Noise]
+    ) -> list[Draft]:
         drawn: list[list[int]] = []
         laws: list[Tensor] = []
         ids_B = hidden_BD.new_zeros(len(hidden_BD), dtype=torch.long)
-        for step in range(depth):
+        for step in range(max(depths)):
             if step:
                 hidden_BD = self._step(hidden_BD[:, None], ids_B[:, None], step)[:, 0]
                 self._cache.advance(1)
@@ -199,19 +222,23 @@ class HeadRows:
             else:
                 ids_B = self._ids_W[logits_BW.argmax(-1)]
             drawn.append(ids_B.tolist())
-        tokens = list(zip(*drawn, strict=True))
-        trees = [chain(root, row) for root, row in zip(self._roots, tokens, strict=True)]
+        tokens = zip(*drawn, strict=True)
+        trees = [
+            chain(root, row[:depth])
+            for root, row, depth in zip(self._roots, tokens, depths, strict=True)
+        ]
         if not self._temperature:
             return [Draft(tree) for tree in trees]
         return [Draft(tree, _ChainLaw(self._head, laws, row)) for row, tree in enumerate(trees)]
 
-    def _trees(self, hidden_BD: Tensor, depth: int, plan: LikeliestPlan) -> list[Draft]:
+    def _trees(self, hidden_BD: Tensor, depths: Sequence[int], plan: LikeliestPlan) -> list[Draft]:
         growths = [plan.start(root) for root in self._roots]
+        trees = [chain(root, ()) for root in self._roots]
         device, num_rows = hidden_BD.device, len(growths)
         base_B = self._cache.lengths_B.to(device)
         hidden_BND = hidden_BD[:, None]
         seen_BNR = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)
-        for level in range(depth):
+        for level in range(max(depths)):
             if level:
                 parents_BN = torch.tensor([one.parent_slots for one in growths], device=device)
                 rows_B1 = torch.arange(num_rows, device=device)[:, None]
@@ -230,9 +257,11 @@ class HeadRows:
             log_probs_BNK = top.values - logits_BNW.logsumexp(-1, keepdim=True)
             names_BNK = self._ids_W[top.indices]
             rows = zip(growths, log_probs_BNK.tolist(), names_BNK.tolist(), strict=True)
-            for growth, log_probs, names in rows:
+            for row, (growth, log_probs, names) in enumerate(rows):
                 growth.add_level(log_probs, names, plan.width)
-        return [Draft(growth.select(plan.nodes)) for growth in growths]
+                if level + 1 == depths[row]:  # others may have room for more levels
+                    trees[row] = growth.select(plan.nodes)
+        return [Draft(tree) for tree in trees]
 
 
 class _ChainLaw:

@@ -5,69 +5,30 @@ the rows at work. Dimensions: B rows, n nodes of a tree, T positions, V vocabula
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.rollback import check_rolls_back
 from outrider.data.target import Captured, Target
 from outrider.eval.decode import Decoding, law_at, position_limit
 from outrider.eval.drafters import Draft
+from outrider.eval.ending import Ending
 from outrider.eval.metrics import Round
 from outrider.eval.noise import KeyedNoise
+from outrider.eval.prefill import prefill
 from outrider.eval.rows import EachRow, RowsDrafter
+from outrider.eval.rows.row import Prefill, RoundTime, Row
 from outrider.eval.rules import Verify, fitting_rule
 from outrider.eval.trees.tree import Tree
 
 
-@dataclass(kw_only=True, eq=False)
-class Row:
-    """A row at work or done."""
-
-    number: int
-    """Which of the prompts it is, and its number in the noise's key."""
-    ids: list[int]
-    """Prompt and new tokens."""
-    num_prompt: int
-    budget: int
-    """Tokens to write at most."""
-    rounds: list[Round] = field(default_factory=list)
-    finish: str = ""
-    """`stop` at an end token, `length` at the budget; empty while it is at work."""
-
-    @property
-    def new_ids(self) -> list[int]:
-        """What it wrote."""
-        return self.ids[self.num_prompt :]
-
-
-class RoundTime(NamedTuple):
-    """Where the time of a round went, seconds."""
-
-    draft: float
-    verify: float
-    other: float
-    rows: int
-    """Rows at work."""
-    emitted: int
-    """Tokens that all of them wrote."""
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.draft + self.verify + self.other
-
-
-class Prefill(NamedTuple):
-    """A prompt that has been run; what it leaves is read only."""
-
-    cache: RowCache
-    captured: Captured
-    logits_1V: Tensor
+OnRowTokens: TypeAlias = Callable[[int, Sequence[int], Sequence[bool]], None]
+"""Hears of a row, by its number, its new tokens and which of them were drafted."""
 
 
 class _Saved(NamedTuple):
@@ -104,46 +65,58 @@ class RowsRun:
         rule = fitting_rule(
             self.decoding.rule, self.drafter.siblings, self.decoding.sampling.temperature
         )
+        check_rolls_back(target)
         self._judge = verify or rule.verify
+        self._ending = Ending(
+            target, self.decoding.stop_strings, ignore_eos=self.decoding.ignore_eos
+        )
         self._cache = RowCache(num_rows)
         self._limit = position_limit(target)
         self.rows: list[Row | None] = [None] * num_rows
         self.times: list[RoundTime] = []
         """Of every round so far; prefills are not in it."""
         self.done: list[Row] = []
-        """Rows that `decode_rows` decoded."""
+        """Rows that `decode` decoded, in the order of their prompts."""
         self.prefills: dict[tuple[int, ...], Prefill] | None = None
         """Set it to keep what prompts leave, for runs with the same target and layers."""
+        self.on_tokens: OnRowTokens | None = None
+        """Set it to hear of tokens as they come."""
 
-    def admit(self, slot: int, prompt_ids: Sequence[int], number: int) -> Row:
-        """Run a prompt into a free slot and draw its first token; it may end with that."""
+    def admit(
+        self, slot: int, prompt_ids: Sequence[int], number: int, key: int | None = None
+    ) -> Row:
+        """Run a prompt into a free slot and draw its first token; it may end with that.
+
+        `key` is the row's in the noise; its number when left out.
+        """
         if not 0 < len(prompt_ids) < self._limit:
             raise ValueError(
                 f"prompt {number} has {len(prompt_ids)} tokens; give 1 to {self._limit - 1}, the "
                 "target's positions less one for the answer"
             )
-        budget = min(self.decoding.max_new_tokens, self._limit - len(prompt_ids))
-        row = Row(number=number, ids=list(prompt_ids), num_prompt=len(prompt_ids), budget=budget)
+        start = self._clock()
+        row = Row(
+            number=number,
+            key=number if key is None else key,
+            ids=list(prompt_ids),
+            num_prompt=len(prompt_ids),
+            budget=min(self.decoding.max_new_tokens, self._limit - len(prompt_ids)),
+        )
         known = self.prefills if self.prefills is not None else {}
-        prefill = known.get(tuple(row.ids)) or self._prefill(row.ids)
-        known[tuple(row.ids)] = prefill
+        left = known.get(tuple(row.ids)) or self._prefill(row.ids)
+        known[tuple(row.ids)] = left
         tree = Tree((row.ids[-1],), (-1,))
-        laws = _Laws(self, row, tree, prefill.logits_1V, None)
-        self._emit(row, [self._judge(tree, laws, self._noise(row)).token])
-        self._cache.replace_row(slot, prefill.cache, 0)
-        self.drafter.start(slot, row.ids, prefill.captured)
+        laws = _Laws(self, row, tree, left.logits_1V, None)
+        self._emit(row, [self._judge(tree, laws, self._noise(row)).token], 0)
+        self._cache.replace_row(slot, left.cache, 0)
+        self.drafter.start(slot, row.ids, left.captured)
         self.rows[slot] = row
+        row.seconds = self._clock() - start
         return row
 
     def _prefill(self, ids: Sequence[int]) -> Prefill:
-        device, fresh = self.target.device, RowCache(1)
-        captured = self.target.run(
-            torch.tensor([ids], device=device),
-            layers=self.drafter.layers,
-            position_ids=query_positions(fresh.lengths_B.to(device), len(ids)),
-            cache=fresh,
-        )
-        fresh.advance(len(ids))
+        fresh, chunk = RowCache(1), self.decoding.prefill_chunk
+        captured = prefill(self.target, ids, fresh, self.drafter.layers, chunk)
         return Prefill(fresh, captured, self.target.logits(captured.last_BTH[0, -1:]))
 
     def keep_rows(self, slots: Sequence[int]) -> None:
@@ -158,9 +131,9 @@ class RowsRun:
         assert len(rows) == len(self.rows), "a slot is empty"
         times = [self._clock()]
         noises = [self._noise(row) for row in rows]
+        self._check_lengths(rows)
         # A node at depth d sits at position len - 1 + d, and positions end below the limit.
-        room = self._limit - max(len(row.ids) for row in rows)
-        drafts = self.drafter.propose(room, noises)
+        drafts = self.drafter.propose([self._limit - len(row.ids) for row in rows], noises)
         times.append(self._clock())
         captured, logits_BnV = self._verify([draft.tree for draft in drafts])
         times.append(self._clock())
@@ -170,19 +143,60 @@ class RowsRun:
         for index, (row, draft, noise) in enumerate(zip(rows, drafts, noises, strict=True)):
             laws = _Laws(self, row, draft.tree, logits_BnV[index], draft)
             verdict = self._judge(draft.tree, laws, noise)
+            if draft.watch is not None:
+                draft.watch(logits_BnV[index, : len(draft.tree)])
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-            count = self._emit(row, tokens)
+            count = self._emit(row, tokens, len(verdict.path))
             is_used_up = not draft.tree.children[verdict.path[-1] if verdict.path else 0]
             row.rounds.append(Round(len(draft.tree) - 1, len(verdict.path), count, is_used_up))
+            if row.finish:
+                self.drafter.end(index, tokens[:count])
             accepted.append(tokens)
             kept.append((0, *verdict.path))
             emitted += count
         self._keep(kept, logits_BnV.shape[1])
+        self._check_lengths(rows)
         self.drafter.accept(accepted, captured, kept)
         times.append(self._clock())
         draft_s, verify_s, other_s = (after - before for before, after in pairwise(times))
         self.times.append(RoundTime(draft_s, verify_s, other_s, len(rows), emitted))
         return self.times[-1]
+
+    def _check_lengths(self, rows: Sequence[Row]) -> None:
+        """The cache of every row at work holds all its tokens but the newest."""
+        for row, length in zip(rows, self._cache.lengths_B.tolist(), strict=True):
+            assert row.finish or length == len(row.ids) - 1, (
+                f"row {row.number} has {len(row.ids)} tokens and {length} in the cache"
+            )
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[int] | None = None,
+        *,
+        until_idle: bool = False,
+    ) -> list[Row]:
+        """Decode prompts; a row that ends gives its slot to the next. See `decode_rows`.
+
+        `keys` are the rows' in the noise; their places when left out.
+        """
+        waiting = list(enumerate(prompts))[::-1]
+        found: list[Row] = []
+        slots = list(range(len(self.rows)))
+        while True:
+            for slot in slots:
+                while waiting and (self.rows[slot] is None or _is_done(self.rows[slot])):
+                    number, prompt = waiting.pop()
+                    key = None if keys is None else keys[number]
+                    found.append(self.admit(slot, prompt, number, key))
+            going = [slot for slot, row in enumerate(self.rows) if row and not row.finish]
+            if not going or (until_idle and len(going) < len(slots)):
+                self.done = sorted(found, key=lambda row: row.number)
+                return self.done
+            if len(going) < len(self.rows):
+                self.keep_rows(going)
+                slots = list(range(len(going)))
+            self.round()
 
     def save(self) -> _Saved:
         """What `restore` needs to come back to here, as long as no row comes or goes."""
@@ -204,7 +218,7 @@ class RowsRun:
         return time.perf_counter()
 
     def _noise(self, row: Row) -> KeyedNoise:
-        return KeyedNoise(self.decoding.seed, row.number, len(row.ids))
+        return KeyedNoise(self.decoding.seed, row.key, len(row.ids))
 
     def _verify(self, trees: Sequence[Tree]) -> tuple[Captured, Tensor]:
         """States at the trees' nodes, and the logits [B, n, V] after each."""
@@ -235,17 +249,15 @@ class RowsRun:
         ends = [start + len(nodes) for start, nodes in zip(starts, kept, strict=True)]
         self._cache.truncate(ends)
 
-    def _emit(self, row: Row, tokens: Sequence[int]) -> int:
-        """Append tokens up to an end token or the budget; returns how many."""
-        for index, token in enumerate(tokens):
-            row.ids.append(token)
-            if token in self.target.eos_ids and not self.decoding.ignore_eos:
-                row.finish = "stop"
-            elif len(row.ids) - row.num_prompt == row.budget:
-                row.finish = "length"
-            if row.finish:
-                return index + 1
-        return len(tokens)
+    def _emit(self, row: Row, tokens: Sequence[int], num_drafted: int) -> int:
+        """Append tokens up to the text's end; returns how many."""
+        room = row.budget - (len(row.ids) - row.num_prompt)
+        count, row.finish = self._ending.cut(row.ids, tokens, room)
+        row.ids += tokens[:count]
+        if self.on_tokens is not None:
+            is_drafted = [index < num_drafted for index in range(count)]
+            self.on_tokens(row.number, tokens[:count], is_drafted)
+        return count
 
 
 class _Laws:
@@ -299,22 +311,8 @@ def decode_rows(
     """
     run = RowsRun(target, min(batch_size, len(prompts)), drafter, decoding)
     run.prefills = prefills
-    waiting = list(enumerate(prompts))[::-1]
-    found: list[Row] = []
-    slots = list(range(len(run.rows)))
-    while True:
-        for slot in slots:
-            while waiting and (run.rows[slot] is None or _is_done(run.rows[slot])):
-                number, prompt = waiting.pop()
-                found.append(run.admit(slot, prompt, number))
-        going = [slot for slot, row in enumerate(run.rows) if row is not None and not row.finish]
-        if not going or (until_idle and len(going) < len(slots)):
-            run.done = sorted(found, key=lambda row: row.number)
-            return run
-        if len(going) < len(run.rows):
-            run.keep_rows(going)
-            slots = list(range(len(going)))
-        run.round()
+    run.decode(prompts, until_idle=until_idle)
+    return run
 
 
 def _is_done(row: Row | None) -> bool:
