@@ -26,7 +26,6 @@ from outrider.eval.rows.row import Prefill, RoundTime, Row
 from outrider.eval.rules import Verify, fitting_rule
 from outrider.eval.trees.tree import Tree
 
-
 OnRowTokens: TypeAlias = Callable[[int, Sequence[int], Sequence[bool]], None]
 """Hears of a row, by its number, its new tokens and which of them were drafted."""
 

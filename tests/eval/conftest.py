@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.penalties import Prefix
 from outrider.data.sampling import Sampling, process
-from outrider.data.target import Target
+from outrider.data.target import Captured, Target
 from outrider.eval.decode import Decoded, Decoding, decode
+from outrider.eval.drafters import Draft, Noise
 from outrider.eval.drafters.head import HeadDrafter
 from outrider.eval.link import tables
 from outrider.eval.noise import KeyedNoise
@@ -24,7 +25,10 @@ from outrider.eval.offline.scores import Score
 from outrider.eval.offline.texts import Text
 from outrider.eval.offline.traces import Trace
 from outrider.eval.offline.tree import score_tree
+from outrider.eval.rows import EachRow
+from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.plans import ChainPlan, TreePlan, plan_named
+from outrider.eval.trees.tree import Tree, chain
 from outrider.heads import (
     CONFIGS,
     HEADS,
@@ -230,3 +234,51 @@ def offline() -> Callable[..., Score]:
         return score_chain(head, trace, target, lengths=[plan.length], rule=rule)[plan.length]
 
     return score
+
+
+class Known:
+    """Drafts the rest of whichever of the given texts a row is.
+
+    Shapes: `chain` is right, `wrong` never, `mixed` wrong at every third place, `uneven` of unlike
+    lengths, `forks` a tree with the right token behind a wrong sibling.
+    """
+
+    layers = ()
+    siblings = Siblings.CHOSEN
+
+    def __init__(self, texts: Sequence[Sequence[int]], length: int, shape: str) -> None:
+        self._texts, self._length, self._shape = texts, length, shape
+
+    def start(self, ids: Sequence[int], captured: Captured) -> None:
+        fits = [text for text in self._texts if list(text[: len(ids) - 1]) == list(ids[:-1])]
+        self._text, self._root, self._place = fits[0], ids[-1], len(ids)
+
+    def accept(self, ids: Sequence[int], captured: Captured) -> None:
+        self._root, self._place = ids[-1], self._place + len(ids)
+
+    def propose(self, max_depth: int, noise: Noise) -> Draft:
+        length = self._length
+        if self._shape == "uneven":
+            length = (self._place * 7) % (length + 1)
+        path = list(self._text[self._place : self._place + min(length, max_depth)])
+        if self._shape in ("wrong", "mixed"):
+            every = 1 if self._shape == "wrong" else 3
+            places = range(self._place, self._place + len(path))
+            path = [
+                (token + (place % every == 0)) % VOCAB
+                for token, place in zip(path, places, strict=True)
+            ]
+        if self._shape != "forks":
+            return Draft(chain(self._root, path))
+        tokens, parents, parent = [self._root], [-1], 0
+        for token in path:
+            tokens += [(token + 1) % VOCAB, token]
+            parents += [parent, parent]
+            parent = len(tokens) - 1
+        return Draft(Tree(tuple(tokens), tuple(parents)))
+
+
+@pytest.fixture(scope="session")
+def known() -> Callable[..., EachRow]:
+    """Drafts for a batch along texts that are known: `known(texts, length, shape)`."""
+    return lambda texts, length=4, shape="chain": EachRow(lambda: Known(texts, length, shape))

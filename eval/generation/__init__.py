@@ -1,0 +1,1 @@
+"""`outrider.eval.generate`: transformers' `generate`, with any drafter of this house."""
