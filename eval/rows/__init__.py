@@ -13,7 +13,10 @@ from outrider.eval.rules.verdict import Siblings
 
 
 class RowsDrafter(Protocol):
-    """Guesses ahead for rows 0, 1, ... of a batch, as a `Drafter` does for one."""
+    """Guesses ahead for rows 0, 1, ... of a batch, as a `Drafter` does for one.
+
+    It serves one run: rows that are dropped do not come back.
+    """
 
     @property
     def layers(self) -> tuple[int, ...]:

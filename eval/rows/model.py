@@ -137,6 +137,7 @@ class ModelRows:
             del ran[sure:]
             self._sure[row] = sure
         self._cache.truncate(self._sure)
+        assert self._cache.lengths_B.tolist() == self._sure, "the draft's cache kept an entry"
 
 
 class _ChainLaw:
