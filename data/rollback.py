@@ -4,17 +4,13 @@ Speculation runs tokens that may not stand. Keys and values of those are cut off
 has them mixed in for good.
 """
 
-from typing import Any
-
 import torch
 
-from outrider.data.cache import FULL, SLIDING, RowCache, attention_masks, query_positions
+from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.target import Target
 
-_ATTENTION = frozenset({FULL, SLIDING})
-# Where configs name the kinds of their layers, and what they call a layer with keys and values.
-_KIND_FIELDS = ("layer_types", "layers_block_type", "block_types", "hybrid_layer_pattern")
-_PLAIN = _ATTENTION | {"attention", "*"}
+# Where configs name the kinds of their layers.
+_KIND_FIELDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 
 
 def check_rolls_back(target: Target) -> None:
@@ -74,15 +70,15 @@ def _step(target: Target, cache: RowCache, ids: list[int]) -> torch.Tensor:
 def _state(target: Target) -> str | None:
     """What of the target is no keys and values; None where all is."""
     for field in _KIND_FIELDS:
-        kinds = getattr(target.config, field, None)
-        other = sorted({str(kind) for kind in kinds or ()} - _PLAIN)
-        if other and field != "layer_types":
-            return f"its {field} names {', '.join(other)} beside attention"
-        if any(kind not in _PLAIN and "attention" not in kind for kind in other) or any(
-            "linear" in kind for kind in other
-        ):
-            return f"its layer_types hold {', '.join(other)}, which carry a running state"
-    model: Any = target.model
-    if getattr(type(model), "_is_stateful", False):
+        kinds = {str(kind) for kind in getattr(target.config, field, None) or ()}
+        carrying = sorted(kind for kind in kinds if not _attends(kind))
+        if carrying:
+            return f"its {field} hold {', '.join(carrying)}, which carry a running state"
+    if getattr(type(target.model), "_is_stateful", False):
         return "transformers marks it as stateful: it carries a running state"
     return None
+
+
+def _attends(kind: str) -> bool:
+    """Whether a layer of this kind keeps keys and values alone."""
+    return kind == "*" or ("attention" in kind and "linear" not in kind)
