@@ -66,9 +66,9 @@ class Settings:
     """What to do; the report compares whatever is there."""
     prompts: int = 10
     """Prompts of the demo's held-out text."""
-    tokens: int = 20
+    tokens: int = 40
     """Tokens to write for each, at most."""
-    rounds: int = 9
+    rounds: int = 25
     """Rounds of each kind that the costs are the median of."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of target and head. In float32 every draft decodes the very text that acceptance
