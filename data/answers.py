@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from outrider.data.anatomy import eos_ids, files_hash, find_folder
-from outrider.data.chat import RowError, Template
+from outrider.data.chat import RowError, Template, check_context
 from outrider.data.messages import read_conversation, read_tools
 from outrider.data.sampling import Sampling
 
@@ -169,7 +169,9 @@ def prompt_ids(
         try:
             messages = read_conversation(request.messages, template.dialect)
             tools = read_tools(request.extra.get("tools"))
-            found.append(template.ids(messages, tools, prompt=True))
+            rendered = template.render(messages, tools, prompt=True)
+            check_context(messages, rendered.text)
         except RowError as error:
             raise ValueError(f"request {request.id!r}: {error}; mend or remove it") from error
+        found.append(rendered.ids)
     return found

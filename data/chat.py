@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.data.messages import has_loss
 from outrider.data.restated import restated
-from outrider.data.said import lost_parts, said_parts
+from outrider.data.said import lost_context, lost_parts, said_parts
 from outrider.data.template import Message, Rendered, RowError, Template
 
 __all__ = ["Encoded", "RowError", "Template", "encode"]
@@ -83,6 +83,18 @@ def _answers(messages: Sequence[Message]) -> list[int]:
     if not found:
         raise RowError("no assistant message answers a user message")
     return found
+
+
+def check_context(messages: Sequence[Message], prompt: str) -> None:
+    """RowError where a rendered prompt lacks a message that its answer replies to."""
+    lost = lost_context(messages, prompt)
+    if lost is not None:
+        number, part = lost
+        raise RowError(
+            f"message {number} ({messages[number].get('role')}) is left out by the chat template "
+            f"({part[:60]!r}), so the answer would be to something that the model does not see; "
+            "take the message out, or give the target a template that shows it"
+        )
 
 
 def _turn(messages: Sequence[Message], index: int, template: Template, tools: object) -> _Turn:
@@ -160,6 +172,7 @@ def _row(
     turns: list[_Turn], messages: Sequence[Message], template: Template, tools: object
 ) -> Encoded:
     last = turns[-1]
+    check_context(messages[: last.index], template.text(last.ids[: last.start]))
     mask = [0] * len(last.ids)
     for turn in turns:
         mask[turn.start : turn.end] = [1] * (turn.end - turn.start)

@@ -1,7 +1,7 @@
-"""What an answer says, and what of it is missing from its turn as the template renders it."""
+"""What messages say, and what of it is missing from the text that the template renders."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outrider.data.template import REASONING_FIELDS, Message
@@ -41,8 +41,34 @@ def lost_parts(message: Message, turn: str) -> list[str]:
     parts = [_Part(text, (_squash(text),)) for text in said_parts(message)]
     for function in _functions(message):
         parts += _given(function.get("arguments"))
-    left, lost = _squash(turn), list[_Part]()
-    waiting = sorted(parts, key=_size)
+    return [part.text for part in _missing(parts, turn)]
+
+
+def lost_context(messages: Sequence[Message], prompt: str) -> tuple[int, str] | None:
+    """The first message that a rendered prompt leaves out, and the part; None when none.
+
+    Answers are passed over: templates may rewrite their history. A tool's result may be written
+    anew as JSON is.
+    """
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            continue
+        content = message.get("content")
+        texts = [content]
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        # One by one: two messages of the same text may stand in one place, as in a merged turn.
+        for part in (part for text in texts for part in _given(text)):
+            if _missing([part], prompt):
+                return index, part.text
+    return None
+
+
+def _missing(parts: Sequence[_Part], text: str) -> list[_Part]:
+    """Those without a place of their own in a text, inner ones in place of what held them."""
+    known, lost = list(parts), list[_Part]()
+    left = _squash(text)
+    waiting = sorted(known, key=_size)
     while waiting:  # the longest first, so that none is found inside another
         part = waiting.pop()
         found = next((form for form in part.forms if form in left), None)
@@ -50,11 +76,11 @@ def lost_parts(message: Message, turn: str) -> list[str]:
             left = left.replace(found, TAKEN, 1)
         elif part.value is not None:
             inner = _members(part.value)
-            parts += inner
+            known += inner
             waiting = sorted([*waiting, *inner], key=_size)
         else:
             lost.append(part)
-    return [part.text for part in parts if part in lost]
+    return [part for part in known if part in lost]
 
 
 def _functions(message: Message) -> list[Mapping[str, Any]]:

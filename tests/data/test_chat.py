@@ -125,6 +125,24 @@ def test_c03_a_prompt_that_opens_thinking_needs_answers_that_begin_with_it(templ
         encode(chat("a", "b"), using)
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_context_that_the_template_leaves_out_is_refused(role, template):
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": "Be short, please."}]
+    messages.append({"role": "assistant", "content": "yes"})
+    shown = template("chatml")
+    assert len(encode(messages, shown)) == 1
+    blind = template("chatml")
+    whole = blind.tokenizer.chat_template
+    blind.tokenizer.chat_template = (
+        "{% set messages = messages | rejectattr('role', 'equalto', '"
+        + role
+        + "') | list %}"
+        + whole
+    )
+    with pytest.raises(RowError, match=rf"message 1 \({role}\) is left out .*'Be short, please"):
+        encode(messages, blind)
+
+
 def test_c04_the_turn_end_is_supervised_though_it_is_the_pad_token(template):
     using = template("chatml")
     for answers in (1, 3):

@@ -383,6 +383,13 @@ def test_messages_about_requests(target, tmp_path):
         generate(target, [*requests(2), requests(1)[0]], out, Decoding(max_new_tokens=4))
     with pytest.raises(ValueError, match=r"'r0' has 3 tokens and max_new_tokens is 128; the t"):
         generate(target, requests(1), out, Decoding())
+    whole = target.tokenizer.chat_template
+    try:
+        target.tokenizer.chat_template = "user assistant "
+        with pytest.raises(ValueError, match=r"'r0': message 0 \(user\) is left out by the chat"):
+            generate(target, requests(1), out, Decoding(max_new_tokens=4))
+    finally:
+        target.tokenizer.chat_template = whole
     mute = Target.from_model(target.model)
     with pytest.raises(ValueError, match="target 'in-memory' has no tokenizer"):
         generate(mute, requests(1), out, Decoding())
