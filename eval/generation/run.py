@@ -94,11 +94,7 @@ def generate(  # noqa: PLR0913 - transformers' names, and few of our own
         ids_BT, mask_BT = take_ids(inputs, more)
         wanted = read_settings(target.model, generation_config, more, ids_BT.shape[1])
         prompts = Prompts(ids_BT, rows_of(ids_BT, mask_BT, wanted.hidden_id))
-        if streamer is not None and len(prompts.rows) > 1:
-            raise ValueError(
-                f"streamer is given for {len(prompts.rows)} rows, which come at unlike paces; "
-                "stream one, or use on_tokens"
-            )
+        _check_streamer(streamer, prompts)
         decoding = _decoding(wanted, rule, seed)
         drafts = _Drafts.made(head, draft, target, tokenizer, decoding)
         target = replace(target, eos_ids=wanted.eos_ids, tokenizer=tokenizer or target.tokenizer)
@@ -118,6 +114,14 @@ def generate(  # noqa: PLR0913 - transformers' names, and few of our own
     return SpeculativeOutput(
         sequences=cast(torch.LongTensor, sequences), statistics=found.statistics
     )
+
+
+def _check_streamer(streamer: BaseStreamer | None, prompts: Prompts) -> None:
+    if streamer is not None and len(prompts.rows) > 1:
+        raise ValueError(
+            f"streamer is given for {len(prompts.rows)} rows, which come at unlike paces; "
+            "stream one, or use on_tokens"
+        )
 
 
 class _Drafts(NamedTuple):
