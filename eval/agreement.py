@@ -120,7 +120,6 @@ def _compare(
         and abs(len(run.rounds) - float(rounds)) < 0.5
         for run, row, rounds in zip(runs[0], known, score.rounds_R, strict=True)
     )
-    tau = score.tau
     pairs = [(score.tokens_R, score.rounds_R)]
     if draws:  # other noise wrote other texts: score those
         scores = [_own_score(drafter, target, trace, wanted.draft, run) for run in runs]
@@ -133,15 +132,13 @@ def _compare(
     apart = ratio_difference(
         (emitted, rounds), (offline_emitted, offline_rounds), confidence=APART_CONFIDENCE
     )
-    if draws:
-        tau = sum(offline_emitted) / sum(offline_rounds)
     return Agreement(
         name=wanted.name,
         draft=wanted.draft,
         rule=score.rule,
         prompts=len(trace),
         loop=(interval.value, interval.low, interval.high),
-        offline=tau,
+        offline=sum(offline_emitted) / sum(offline_rounds),
         apart=(apart.value, apart.low, apart.high),
         equal=equal,
         is_same_noise=not draws,

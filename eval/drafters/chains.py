@@ -1,13 +1,16 @@
 """Chains drafted by a causal model, one step after another.
 
-Dimensions: W the tokens that the model may propose.
+Dimensions: W the tokens that the model may propose, H hidden size, n new tokens.
 """
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from outrider.data.cache import RowCache, attention_masks, query_positions
 from outrider.data.sampling import draw
+from outrider.data.target import Target
 from outrider.eval.drafters import Draft, Noise
 from outrider.eval.trees.tree import chain
 
@@ -42,3 +45,16 @@ def draft_chain(
             tokens.append(int(logits_W.argmax()))
     tree = chain(root, tokens)
     return Draft(tree, (lambda node: scatter(laws[node - 1])) if temperature else None)
+
+
+def run_new(model: Target, cache: RowCache, ids: Sequence[int]) -> Tensor:
+    """Run tokens after what the cache of one row holds; the state [1, H] at the newest."""
+    lengths_B = cache.lengths_B.to(model.device)
+    captured = model.run(
+        torch.tensor([ids], device=model.device),
+        position_ids=query_positions(lengths_B, len(ids)),
+        attention_mask=attention_masks(model.config, lengths_B, len(ids), model.dtype),
+        cache=cache,
+    )
+    cache.advance(len(ids))
+    return captured.last_BTH[0, -1:]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.cache import RowCache
 from outrider.data.sampling import GREEDY_BELOW
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Noise
-from outrider.eval.drafters.chains import draft_chain
+from outrider.eval.drafters.chains import draft_chain, run_new
 from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.plans import ChainPlan
 
@@ -130,17 +130,8 @@ class ModelDrafter:
 
     def _step(self, ids: Sequence[int]) -> Tensor:
         """Run what the cache lacks of these tokens; logits [W] after the newest."""
-        model, cache = self._draft.model, self._cache
-        lengths_B = cache.lengths_B.to(model.device)
-        new_1T = torch.tensor([ids[cache.get_seq_length() :]], device=model.device)
-        captured = model.run(
-            new_1T,
-            position_ids=query_positions(lengths_B, new_1T.shape[1]),
-            attention_mask=attention_masks(model.config, lengths_B, new_1T.shape[1], model.dtype),
-            cache=cache,
-        )
-        cache.advance(new_1T.shape[1])
-        return self._draft.logits(captured.last_BTH[0, -1:])[0]
+        new = ids[self._cache.get_seq_length() :]
+        return self._draft.logits(run_new(self._draft.model, self._cache, new))[0]
 
     def _scatter(self, law_W: Tensor) -> Tensor:
         """The law over the target's vocabulary."""

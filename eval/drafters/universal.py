@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from outrider.data.cache import RowCache, attention_masks, query_positions
+from outrider.data.cache import RowCache
 from outrider.data.target import Captured, Target
 from outrider.eval.drafters import Draft, Noise
+from outrider.eval.drafters.chains import run_new
 from outrider.eval.drafters.retoken import IdsOf, TextOf, continued, decoded
 from outrider.eval.rules.verdict import Siblings
 from outrider.eval.trees.loop_plans import UniversalPlan
@@ -122,15 +123,6 @@ class UniversalDrafter:
         while same < min(len(self._cached), len(ids) - 1) and self._cached[same] == ids[same]:
             same += 1
         cache.truncate([same])
-        lengths_B = cache.lengths_B.to(model.device)
-        new_1T = torch.tensor([ids[same:]], device=model.device)
-        captured = model.run(
-            new_1T,
-            position_ids=query_positions(lengths_B, new_1T.shape[1]),
-            attention_mask=attention_masks(model.config, lengths_B, new_1T.shape[1], model.dtype),
-            cache=cache,
-        )
-        cache.advance(new_1T.shape[1])
+        logits_1V = model.logits(run_new(model, cache, ids[same:]))
         self._cached = list(ids)
-        logits_1V = model.logits(captured.last_BTH[0, -1:])
         return int(logits_1V[0, : model.tokenizer_size].float().argmax())
