@@ -56,12 +56,12 @@ _plain_linear = F.linear
 
 
 @contextmanager
-def packed_linears(*targets: Target) -> Generator[bool]:
-    """Within, the targets' linear layers and output heads multiply by packed weights.
+def packed_linears(target: Target) -> Generator[bool]:
+    """Within, the target's linear layers and output head multiply by packed weights.
 
     Yields whether they can; see `packed_weights`.
     """
-    with packed_weights(weight for target in targets for weight in weights_of(target)) as can:
+    with packed_weights(weights_of(target)) as can:
         yield can
 
 

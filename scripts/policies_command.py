@@ -13,6 +13,7 @@ from outrider.data.target import Target
 from outrider.eval.offline.batching import check_match, check_rule
 from outrider.eval.offline.evaluate import describe, sampling_text
 from outrider.eval.offline.traces import Trace
+from outrider.eval.packing import packed
 from outrider.eval.policies.figures import Costs, compare, play, policy_figures, policy_table
 from outrider.eval.policies.named import policy_named
 from outrider.eval.policies.paths import head_rows
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     traces = open_traces(
         settings.trace, target, heads.values(), settings.temperature, settings.per_kind
     )
-    parts = _replay(settings, target, heads, policies, traces)
+    with packed(target, *heads.values()):
+        parts = _replay(settings, target, heads, policies, traces)
     results, differences = parts["results"], parts["differences"]
     print(policy_table(results))
     costs = settings.costs()

@@ -10,6 +10,7 @@ import tyro
 from outrider.data.target import Target
 from outrider.eval.link import judged_head
 from outrider.eval.offline.traces import Trace
+from outrider.eval.packing import packed
 from outrider.eval.report.provenance import file_hashes
 from outrider.eval.trees.calibrate import accept_by_rank, grow_by_hits, grow_by_rank, text_ranks
 from outrider.eval.trees.plans import write_static
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace = demo_trace(target, [head], 0.0, settings.per_kind)
     else:
         trace = Trace(settings.trace)
-    ranks = text_ranks(head, trace, target, depth=settings.depth, width=settings.width)
+    with packed(target, head):
+        ranks = text_ranks(head, trace, target, depth=settings.depth, width=settings.width)
     if settings.method == "hits":
         tree = grow_by_hits(ranks, settings.nodes)
     else:

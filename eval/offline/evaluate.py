@@ -52,31 +52,31 @@ def evaluate(
     if not drafters:
         raise ValueError("nothing drafts: give a head, a draft model, or a draft of the text alone")
     words = [sampling_text(trace.sampling) for trace in traces.values()]
-    for trace_name, trace in traces.items():
-        is_alone = words.count(sampling_text(trace.sampling)) == 1
-        tree_rows = some_rows(trace, tree_texts, seed)
-        scored: dict[str, dict[str, Score]] = {}
-        for name, drafter in drafters.items():
-            begun = time.perf_counter()
-            with packed(target, drafter):
+    with packed(target, *drafters.values()):
+        for trace_name, trace in traces.items():
+            is_alone = words.count(sampling_text(trace.sampling)) == 1
+            tree_rows = some_rows(trace, tree_texts, seed)
+            scored: dict[str, dict[str, Score]] = {}
+            for name, drafter in drafters.items():
+                begun = time.perf_counter()
                 scored[name] = score_drafts(
                     drafter, trace, target, drafts, rule=rule, tree_rows=tree_rows
                 )
-            seconds = (time.perf_counter() - begun) / max(1, len(scored[name]))
-            results += [
-                {
-                    "head": name,
-                    "trace": trace_name,
-                    "sampling": sampling_text(trace.sampling),
-                    "text": None if is_alone else trace_name,
-                    "off_policy": trace.policy.is_off,
-                    "subset": _subset(score, trace, seed),
-                    "seconds": seconds,
-                    **summary(score, seed=seed),
-                }
-                for score in scored[name].values()
-            ]
-        found += _differences(trace_name, scored, seed)
+                seconds = (time.perf_counter() - begun) / max(1, len(scored[name]))
+                results += [
+                    {
+                        "head": name,
+                        "trace": trace_name,
+                        "sampling": sampling_text(trace.sampling),
+                        "text": None if is_alone else trace_name,
+                        "off_policy": trace.policy.is_off,
+                        "subset": _subset(score, trace, seed),
+                        "seconds": seconds,
+                        **summary(score, seed=seed),
+                    }
+                    for score in scored[name].values()
+                ]
+            found += _differences(trace_name, scored, seed)
     return {
         "traces": {name: describe(trace) for name, trace in traces.items()},
         "results": results,

@@ -90,13 +90,15 @@ def measure(
     done = _read(journal, claim)
     places = [(b, c) for c in settings.contexts for b in settings.batches]
     points: list[Point] = []
-    for batch, context in tqdm(places, desc="measuring", unit="batch", leave=False, disable=None):
-        found = done.get((batch, context))
-        if found is None:
-            with packed(target, head):
+    with packed(target, head):
+        for batch, context in tqdm(
+            places, desc="measuring", unit="batch", leave=False, disable=None
+        ):
+            found = done.get((batch, context))
+            if found is None:
                 found = measure_at(target, head, settings, batch, context)
-            _note(journal, claim, batch, context, found)
-        points += found
+                _note(journal, claim, batch, context, found)
+            points += found
     return MeasuredCosts(
         points=points,
         target=target.name,
