@@ -4,10 +4,12 @@ import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma2Config,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from outrider.data.target import Target
+from outrider.data.template import Template
 from outrider.scripts import cli
 
 TEXT = [
@@ -159,6 +162,27 @@ def target() -> Target:
 def trained() -> str:
     """The tokenizer alone, to be given special tokens and a template."""
     return trained_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def template_of(trained):
+    """The template of a family in templates/, with its special tokens."""
+    folder = Path(__file__).parent / "templates"
+    families = yaml.safe_load((folder / "families.yaml").read_text(encoding="utf-8"))
+
+    def make(family, options=None):
+        facts = families[family]
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(trained),
+            bos_token=facts.get("bos"),
+            eos_token=facts["stops"][0],
+            additional_special_tokens=facts["stops"] + facts.get("special", []),
+            chat_template=(folder / f"{family}.jinja").read_text(encoding="utf-8"),
+        )
+        eos_ids = tuple(tokenizer.convert_tokens_to_ids(facts["stops"]))
+        return Template(tokenizer=tokenizer, eos_ids=eos_ids, options=options or {})
+
+    return make
 
 
 @pytest.fixture(scope="session")

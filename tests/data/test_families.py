@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import RowError, Template, encode
+from outrider.data.chat import RowError, encode
 from outrider.data.messages import read_conversation
 
 FOLDER = Path(__file__).parent / "templates"
@@ -23,19 +21,6 @@ CASES = [
 ]
 
 RENDERED = [param for param in CASES if "rows" in param.values[1]]
-
-
-def template_of(family, trained, options=None):
-    facts = FAMILIES[family]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(trained),
-        bos_token=facts.get("bos"),
-        eos_token=facts["stops"][0],
-        additional_special_tokens=facts["stops"] + facts.get("special", []),
-        chat_template=(FOLDER / f"{family}.jinja").read_text(encoding="utf-8"),
-    )
-    eos_ids = tuple(tokenizer.convert_tokens_to_ids(facts["stops"]))
-    return Template(tokenizer=tokenizer, eos_ids=eos_ids, options=options or {})
 
 
 def encoded(case, using):
@@ -64,8 +49,8 @@ def test_twelve_families_name_the_page_they_follow():
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-def test_text_and_answers_are_those_written_by_hand(family, case, trained):
-    using = template_of(family, trained, case.get("options"))
+def test_text_and_answers_are_those_written_by_hand(family, case, template_of):
+    using = template_of(family, case.get("options"))
     if "refused" in case:
         with pytest.raises(RowError, match=case["refused"]):
             encoded(case, using)
@@ -83,9 +68,9 @@ def test_text_and_answers_are_those_written_by_hand(family, case, trained):
 
 
 @pytest.mark.parametrize(("family", "case"), RENDERED)
-def test_a_row_goes_on_from_the_very_prompt_that_the_model_is_given(family, case, trained):
+def test_a_row_goes_on_from_the_very_prompt_that_the_model_is_given(family, case, template_of):
     """The tokens before the first answer are the library's own rendering of the prompt."""
-    using = template_of(family, trained, case.get("options"))
+    using = template_of(family, case.get("options"))
     messages = read_conversation(case["messages"], using.dialect)
     for row in encoded(case, using):
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
@@ -113,13 +98,13 @@ def test_a_row_goes_on_from_the_very_prompt_that_the_model_is_given(family, case
         ("granite", ("object", None, None)),
     ],
 )
-def test_what_a_template_wants_is_found_by_probing(family, dialect, trained):
-    assert template_of(family, trained).dialect == dialect
+def test_what_a_template_wants_is_found_by_probing(family, dialect, template_of):
+    assert template_of(family).dialect == dialect
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "granite", "llama3", "harmony"])
-def test_arguments_as_text_and_as_object_give_the_same_row(family, trained):
-    using = template_of(family, trained)
+def test_arguments_as_text_and_as_object_give_the_same_row(family, template_of):
+    using = template_of(family)
     rows = []
     for arguments in ({"city": "Rome"}, '{"city": "Rome"}'):
         call = {"name": "weather", "arguments": arguments}
@@ -136,8 +121,8 @@ def test_arguments_as_text_and_as_object_give_the_same_row(family, trained):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("family", ["qwen3", "harmony", "deepseek_r1"])
-def test_thinking_under_any_name_is_rendered(family, name, trained):
-    using = template_of(family, trained)
+def test_thinking_under_any_name_is_rendered(family, name, template_of):
+    using = template_of(family)
     talk = [
         {"role": "user", "content": "Why?"},
         {"role": "assistant", "content": "Yes.", name: "Think first."},
@@ -147,8 +132,8 @@ def test_thinking_under_any_name_is_rendered(family, name, trained):
     assert answer.index("Think first.") < answer.index("Yes.")
 
 
-def test_roles_are_told_apart_where_the_template_lets_them(trained):
-    using = template_of("phi", trained)
+def test_roles_are_told_apart_where_the_template_lets_them(template_of):
+    using = template_of("phi")
     talk = [
         {"role": "system", "content": "Write."},
         {"role": "user", "content": "Hello there"},
@@ -170,8 +155,8 @@ def test_roles_are_told_apart_where_the_template_lets_them(trained):
     ]
 
 
-def test_an_end_token_inside_an_answer_is_refused(trained):
-    using = template_of("zephyr", trained)
+def test_an_end_token_inside_an_answer_is_refused(template_of):
+    using = template_of("zephyr")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>c"}]
     with pytest.raises(RowError, match=r"goes on after </s>, at which generation stops"):
         encode(talk, using)

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from outrider.data.chat import RowError, Template, encode
 from outrider.data.messages import read_conversation
@@ -128,17 +126,7 @@ def test_text_that_is_no_json_and_deep_text_are_arguments_too():
     "family", ["chatml", "llama3", "mistral", "qwen3", "phi", "harmony", "granite", "command_r"]
 )
 @pytest.mark.parametrize("form", ["object", "text"])
-def test_the_families_templates_lose_no_argument(family, form, trained):
-    facts = FAMILIES[family]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(trained),
-        bos_token=facts.get("bos"),
-        eos_token=facts["stops"][0],
-        additional_special_tokens=facts["stops"] + facts.get("special", []),
-        chat_template=(FOLDER / f"{family}.jinja").read_text(encoding="utf-8"),
-    )
-    ends = tuple(tokenizer.convert_tokens_to_ids(facts["stops"]))
-    template = Template(tokenizer=tokenizer, eos_ids=ends)
+def test_the_families_templates_lose_no_argument(family, form, template_of):
     given = json.dumps(HARD, indent=1) if form == "text" else HARD
     call = {"id": "call00001", "function": {"name": "clock", "arguments": given}}
-    assert "eternal" in row({"role": "assistant", "tool_calls": [call]}, template)
+    assert "eternal" in row({"role": "assistant", "tool_calls": [call]}, template_of(family))
