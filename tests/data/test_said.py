@@ -1,17 +1,13 @@
 """What of an answer a template removed: thinking that the answer repeats, arguments of calls."""
 
 import json
-from pathlib import Path
 
 import pytest
-import yaml
 
 from outrider.data.chat import RowError, Template, encode
 from outrider.data.messages import read_conversation
 from outrider.data.said import lost_parts
 
-FOLDER = Path(__file__).parent / "templates"
-FAMILIES = yaml.safe_load((FOLDER / "families.yaml").read_text(encoding="utf-8"))
 ASK = {"role": "user", "content": "What is the time?"}
 HARD = {
     "city": "R\u00f6m \"the\"\n\teternal\\n <b> & 'so'",
